@@ -1,0 +1,59 @@
+# make demo      install into .venv and generate text with the bundled pair
+# make test      install what the tests need into .venv and run them
+# make lint      ruff and mypy
+# make oracles   compare with independent implementations, in an environment of its own (large)
+
+PYTHON ?= python3
+# What MLX runs on: cpu or cuda13 on Linux; a Mac needs no extra.
+BACKEND ?= $(if $(filter Linux,$(shell uname -s)),cpu)
+# make demo PROMPT='class Stack:' TOKENS=400; without PROMPT the demo has one of its own.
+PROMPT ?=
+TOKENS ?= 200
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PROJECTS := constraints.txt core/pyproject.toml plugins/gemma4/pyproject.toml
+EXTRA := $(if $(BACKEND),[$(BACKEND)])
+
+.PHONY: demo test lint oracles clean
+
+demo: .venv/.demo
+	$(BIN)/spec generate -n $(TOKENS)$(if $(PROMPT), -p '$(PROMPT)')
+
+test: .venv/.test
+	$(BIN)/python -m pytest
+
+lint: .venv/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy core/src plugins/gemma4/src
+
+oracles: .venv-oracles/.installed
+	.venv-oracles/bin/python plugins/gemma4/oracles/check.py
+
+clean:
+	rm -rf .venv .venv-oracles
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "python: found $$($(PYTHON) --version), expected 3.11 or newer. Name one: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.demo: $(PROJECTS) | .venv/bin/python
+	@echo "Installing mlx-spec, mlx-spec-gemma4 and MLX into .venv; this takes a minute or two the first time."
+	$(PIP) install -c constraints.txt -e "./core$(EXTRA)" -e ./plugins/gemma4
+	@touch $@
+
+.venv/.test: $(PROJECTS) requirements-dev.txt | .venv/bin/python
+	@echo "Installing what the tests need into .venv; this takes a minute or two the first time."
+	$(PIP) install -r requirements-dev.txt
+	@touch $@
+
+.venv/.lint: .venv/.test
+	$(PIP) install -c constraints.txt ruff mypy
+	@touch $@
+
+.venv-oracles/.installed: $(PROJECTS) requirements-oracles.txt
+	$(PYTHON) -m venv .venv-oracles
+	.venv-oracles/bin/python -m pip --disable-pip-version-check --quiet install -r requirements-oracles.txt
+	@touch $@
