@@ -1,0 +1,135 @@
+"""Exact speculative decoding on MLX: a drafter proposes, the target verifies.
+
+Names are imported on first use, so `import mlx_spec` loads neither mlx nor pydantic.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "load": "api",
+    "generate": "api",
+    "stream": "api",
+    "Engine": "engine",
+    "Pair": "pair",
+    "Sampling": "sampling",
+    "Target": "models",
+    "Drafter": "models",
+    "DraftState": "draft_state",
+    "Lane": "lane",
+    "Acceptance": "types",
+    "Capabilities": "types",
+    "Draft": "types",
+    "DrafterCard": "types",
+    "ExactnessReport": "types",
+    "Level": "types",
+    "ModelRef": "types",
+    "RoundRecord": "types",
+    "Verdict": "types",
+    "Verification": "types",
+    "Kernel": "registry",
+    "Register": "registry",
+    "hookimpl": "hookspecs",
+    "hookspec": "hookspecs",
+    "SpecError": "errors",
+    "UsageError": "errors",
+    "RefusedError": "errors",
+    "LoadError": "errors",
+    "NoEmbeddedMtpHead": "errors",
+    "PairError": "errors",
+    "PluginError": "errors",
+    "ExactnessError": "errors",
+    "RequestError": "errors",
+    "Finding": "errors",
+}
+
+__all__ = [
+    "Acceptance",
+    "Capabilities",
+    "Draft",
+    "DraftState",
+    "Drafter",
+    "DrafterCard",
+    "Engine",
+    "ExactnessError",
+    "ExactnessReport",
+    "Finding",
+    "Kernel",
+    "Lane",
+    "Level",
+    "LoadError",
+    "ModelRef",
+    "NoEmbeddedMtpHead",
+    "Pair",
+    "PairError",
+    "PluginError",
+    "RefusedError",
+    "Register",
+    "RequestError",
+    "RoundRecord",
+    "Sampling",
+    "SpecError",
+    "Target",
+    "UsageError",
+    "Verdict",
+    "Verification",
+    "__version__",
+    "generate",
+    "hookimpl",
+    "hookspec",
+    "load",
+    "stream",
+]
+
+if TYPE_CHECKING:
+    from .api import generate, load, stream
+    from .draft_state import DraftState
+    from .engine import Engine
+    from .errors import (
+        ExactnessError,
+        Finding,
+        LoadError,
+        NoEmbeddedMtpHead,
+        PairError,
+        PluginError,
+        RefusedError,
+        RequestError,
+        SpecError,
+        UsageError,
+    )
+    from .hookspecs import hookimpl, hookspec
+    from .lane import Lane
+    from .models import Drafter, Target
+    from .pair import Pair
+    from .registry import Kernel, Register
+    from .sampling import Sampling
+    from .types import (
+        Acceptance,
+        Capabilities,
+        Draft,
+        DrafterCard,
+        ExactnessReport,
+        Level,
+        ModelRef,
+        RoundRecord,
+        Verdict,
+        Verification,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module behind a public name on its first use."""
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'mlx_spec' has no attribute {name!r}")
+    value = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,193 @@
+"""The `spec` command: a group that imports a subcommand when it runs, and the one error mapper.
+
+Exit codes: 0 done, 1 refused or failed, 2 bad usage, 130 interrupted, 141 the reader of our output left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+from .. import __version__
+from ..errors import PluginError, SpecError
+from ..settings import early
+
+# name -> (where the command lives, its line in `spec --help`)
+COMMANDS = {
+    "generate": ("generate:command", "Generate text, with a summary of what speculation gained."),
+    "inspect": ("inspect:command", "Say what a model directory is and which drafters fit it."),
+    "pair": ("pair:command", "Say whether a target and a drafter work together, and what to expect."),
+    "probe": ("probe:command", "Measure how exact a block verify is on this machine."),
+    "bench": ("bench:command", "Time speculative against plain decoding in alternating runs."),
+    "plugins": ("plugins:command", "List installed plugins, what they serve and what failed to load."),
+    "doctor": ("doctor:command", "Check this installation and name the next step for each problem."),
+}
+INTERRUPTED, READER_LEFT = 130, 141
+
+
+class SpecGroup(click.Group):
+    """Lists commands without importing them; plugins are loaded only when a name is not built in."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._asked: object = None  # the plugin manager whose plugins have added their commands
+        self._own: set[str] = set()  # commands that are here without any plugin
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        self.load_plugin_commands()
+        return [*COMMANDS, *sorted(self.commands)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in COMMANDS:
+            return _import_command(COMMANDS[cmd_name][0])
+        self.load_plugin_commands()
+        return self.commands.get(cmd_name)
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """As click's, but a name that is taken is refused instead of replaced."""
+        name = name or cmd.name or ""
+        if name in COMMANDS or name in self.commands:
+            raise PluginError(
+                f"command {name!r}",
+                found="it taken already",
+                expected="a new name",
+                next_step="Rename the command in the plugin's spec_register_commands",
+                code="G08",
+            )
+        super().add_command(cmd, name)
+
+    def load_plugin_commands(self) -> None:
+        """Ask every plugin once; one that fails is reported by `spec plugins` and adds what it got to."""
+        from ..plugins import get_manager
+
+        manager = get_manager()
+        if self._asked is manager:
+            return
+        if self._asked is None:
+            self._own = set(self.commands)
+        for name in set(self.commands) - self._own:  # added by plugins of a manager that is gone
+            del self.commands[name]
+        self._asked = manager
+        for record in manager.records:
+            if record.loaded and "spec_register_commands" in record.hooks:
+                manager.add_commands(record, self)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Help lines of the built-in commands come from COMMANDS, so nothing is imported for them."""
+        rows = [(name, COMMANDS[name][1]) for name in COMMANDS]
+        names = self.list_commands(ctx)
+        rows += [(n, self.commands[n].get_short_help_str(80)) for n in names if n not in COMMANDS]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's; an unknown command also names the closest one."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            close = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else "See spec --help."
+            raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx) from error
+
+    def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
+        """Run a command line; in standalone mode every outcome becomes an exit code."""
+        if not standalone_mode:
+            return super().main(args, standalone_mode=False, **extra)
+        extra.setdefault("prog_name", "spec")
+        try:
+            result = super().main(args, standalone_mode=False, **extra)
+            sys.stdout.flush()
+            code = result if isinstance(result, int) else 0
+        except BaseException as error:  # every way out is mapped here, once
+            code = exit_code(error)
+        sys.exit(code)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # before click's own handler turns it into exit 1
+            raise ReaderLeft from error
+
+
+class ReaderLeft(Exception):
+    """Whoever read our output has closed it (`spec ... | head`)."""
+
+
+def _import_command(where: str) -> click.Command:
+    module, _, attribute = where.partition(":")
+    command: click.Command = getattr(import_module(f"{__name__}.{module}"), attribute)
+    return command
+
+
+def exit_code(error: BaseException) -> int:
+    """Say what went wrong, on stderr and without a traceback; return the exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, ReaderLeft | BrokenPipeError):
+        # Python flushes stdout once more at exit; give it something that can be written to.
+        with suppress(OSError, ValueError):  # a captured stdout has no file descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return INTERRUPTED
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    if isinstance(error, SpecError):
+        click.echo(str(error), err=True)
+        code = error.exit_code
+    else:
+        hint = "" if early().debug else " Set MLX_SPEC_LOG_LEVEL=debug for the traceback."
+        click.echo(f"internal error: {type(error).__name__}: {error}.{hint}", err=True)
+        code = 1
+    if early().debug:
+        import traceback
+
+        click.echo("".join(traceback.format_exception(error)), err=True)
+    return code
+
+
+class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to whatever sys.stderr is now, not to what it was when logging was set up."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
+def configure_logging() -> None:
+    """Messages of mlx_spec go to stderr at MLX_SPEC_LOG_LEVEL; other libraries keep their own say."""
+    logger = logging.getLogger("mlx_spec")
+    level = getattr(logging, early().log_level.upper(), logging.WARNING)
+    logger.setLevel(level)
+    if not logger.handlers:
+        handler = _ToStderr()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        logger.addHandler(handler)
+
+
+@click.group("spec", cls=SpecGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="mlx-spec")
+def cli() -> None:
+    """Exact speculative decoding on MLX: a drafter guesses ahead, the text stays the target's own."""
+    configure_logging()
+
+
+def main() -> NoReturn:
+    """Entry point of the `spec` script."""
+    cli.main()
+    raise SystemExit(0)

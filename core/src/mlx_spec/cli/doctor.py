@@ -1,0 +1,189 @@
+"""`spec doctor`: is this installation able to do its work, and if not, what to do next."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from .. import __version__
+from ..discovery import distribution_version
+from ..errors import SpecError
+from .output import print_json, print_table
+from .plugins import settled_records
+
+Status = Literal["ok", "warn", "error"]
+MAPS = Path("/proc/self/maps")
+FAST_BLAS = {"openblas": "OpenBLAS", "mkl": "Intel MKL", "blis": "BLIS", "flexiblas": "FlexiBLAS", "armpl": "ArmPL"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding: what was looked at, how it is, what was seen, what to do about it."""
+
+    name: str
+    status: Status
+    detail: str
+    next_step: str = ""
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def command(ctx: click.Context, as_json: bool) -> None:
+    """Check Python, MLX, plugins, settings and folders; exit 1 when something cannot work."""
+    settled_records(ctx)
+    checks = run_checks()
+    failed = any(check.status == "error" for check in checks)
+    if as_json:
+        print_json({"ok": not failed, "version": __version__, "checks": checks})
+    else:
+        print_table(("check", "status", "found"), [(c.name, c.status, c.detail) for c in checks])
+        for check in checks:
+            if check.next_step:
+                print(f"{check.status} {check.name}: {check.next_step}")
+    if failed:
+        ctx.exit(1)
+
+
+def run_checks() -> list[Check]:
+    """All checks, in the order they are shown; one that breaks becomes an error of its own."""
+    checks: list[Check] = []
+    for group in (_system, _mlx, _blas, _libraries, _plugins, _settings):
+        checks += _guarded(group)
+    return checks
+
+
+def _guarded(group: Callable[[], Iterator[Check]]) -> list[Check]:
+    name = group.__name__.strip("_").replace("_", " ")
+    try:
+        return list(group())
+    except SpecError as error:
+        return [Check(name, "error", f"{error.what}: found {error.found}, expected {error.expected}", error.next_step)]
+    except Exception as error:  # the doctor reports, whatever the patient does
+        detail = f"{type(error).__name__}: {error}"
+        return [Check(name, "error", detail, "Set MLX_SPEC_LOG_LEVEL=debug and run spec doctor again")]
+
+
+def _system() -> Iterator[Check]:
+    version = platform.python_version()
+    yield Check("python", "ok", f"{version} at {sys.executable}")
+    yield Check("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Check("cores", "ok", f"{cores} usable of {os.cpu_count()}")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Check("memory", "ok", f"{memory / 2**30:.1f} GiB")
+
+
+def _mlx() -> Iterator[Check]:
+    version = distribution_version("mlx")
+    try:
+        mx: Any = import_module("mlx.core")
+    except ImportError as error:
+        yield Check("mlx", "error", f"{version or 'not installed'}; import failed: {error}", _mlx_step())
+        return
+    yield Check("mlx", "ok", f"{version}, default device {mx.default_device()}")
+    for kind in (mx.cpu, mx.gpu):
+        for index in range(mx.device_count(kind)):
+            yield Check("device", "ok", _describe_device(mx, mx.Device(kind, index)))
+
+
+def _mlx_step() -> str:
+    extras = '"mlx-spec[cpu]", or "mlx-spec[cuda13]" with an NVIDIA GPU' if sys.platform == "linux" else "mlx-spec"
+    return f"pip install {extras}"
+
+
+def _describe_device(mx: Any, device: Any) -> str:
+    info = mx.device_info(device)
+    size = info.get("memory_size") or info.get("total_memory")
+    memory = f", {size / 2**30:.1f} GiB" if isinstance(size, int) else ""
+    return f"{device}: {info.get('device_name', 'unnamed')}{memory}"
+
+
+def _blas() -> Iterator[Check]:
+    """Which BLAS libmlx was linked to; on Linux its CPU matrix products run there."""
+    if sys.platform == "darwin":
+        yield Check("blas", "ok", "Accelerate")
+        return
+    import_module("mlx.core")  # maps the library MLX is linked to into this process
+    libraries = mapped_libraries(MAPS.read_text()) if MAPS.is_file() else []
+    yield judge_blas(libraries)
+
+
+def mapped_libraries(maps: str) -> list[str]:
+    """File names of the BLAS and LAPACK libraries in a /proc/<pid>/maps text, sorted."""
+    paths = {line.split(maxsplit=5)[5].strip() for line in maps.splitlines() if line.count(" ") >= 5 and "/" in line}
+    pattern = re.compile(r"(?:blas|lapack|mkl_|blis|armpl)[\w.+-]*\.so", re.IGNORECASE)
+    ours = [path for path in paths if pattern.search(Path(path).name) and "numpy" not in path]
+    return sorted(ours)
+
+
+def judge_blas(paths: list[str]) -> Check:
+    """Reference BLAS is named as what it is: correct and slow."""
+    names = ", ".join(Path(path).name for path in paths)
+    for key, label in FAST_BLAS.items():
+        if any(key in path.lower() for path in paths):
+            return Check("blas", "ok", f"{label} ({names})")
+    if any("blas" in Path(path).name.lower() for path in paths):
+        detail = f"reference BLAS ({names}): float32 matrix products are correct but slow, a block verify gains little"
+        step = "Prefer bfloat16 or quantised weights on this CPU; MLX has kernels of its own there"
+        return Check("blas", "warn", detail, step)
+    return Check("blas", "warn", "no BLAS library found in this process", "Nothing to do if MLX runs on a GPU")
+
+
+def _libraries() -> Iterator[Check]:
+    for name in ("mlx-lm", "transformers", "tokenizers", "huggingface_hub", "safetensors"):
+        version = distribution_version(name)
+        step = "" if version else f"pip install {name}"
+        yield Check(name, "ok" if version else "error", version or "not installed", step)
+
+
+def _plugins() -> Iterator[Check]:
+    from ..plugins import get_manager
+
+    records = get_manager().records
+    for record in records:
+        label = f"{record.distribution} {record.version}".strip() or "not installed"
+        if not record.errors:
+            yield Check(f"plugin {record.name}", "ok", label)
+        for error in record.errors:
+            yield Check(f"plugin {record.name}", "error", f"{label}: {error}", error.next_step)
+    if not any(record.loaded and record.claims and record.claims.targets for record in records):
+        step = "pip install mlx-spec-gemma4, or another family plugin"
+        yield Check("plugins", "warn", "no plugin serves a model family; generic targets only", step)
+
+
+def _settings() -> Iterator[Check]:
+    from ..settings import get_settings, source, unknown_variables
+
+    settings = get_settings()
+    for field in type(settings).model_fields:
+        value = getattr(settings, field)
+        shown = ",".join(value) if isinstance(value, tuple) else value
+        yield Check(f"setting {field}", "ok", f"{shown} ({source(field)})")
+    for name, close in unknown_variables():
+        step = f"Did you mean {close}" if close else f"Unset {name}"
+        yield Check("settings", "warn", f"{name} means nothing here", step)
+
+    yield _cache_folder(settings.cache_dir)
+
+
+def _cache_folder(folder: Path) -> Check:
+    """Whether probe memos and learned costs can be kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        step = "Make it writable or set MLX_SPEC_CACHE_DIR; without it every start probes and tunes again"
+        return Check("cache folder", "warn", f"{folder}: {error.strerror or error}", step)
+    return Check("cache folder", "ok", str(folder))

@@ -1,0 +1,74 @@
+"""What a request owns on the drafter's side, as one value that batches, splits and rewinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from .state import StateGroup
+
+
+class DraftState:
+    """Caches, carried arrays and plain objects of B rows.
+
+    Attributes:
+        states: the drafter's own caches, or None.
+        carry: name -> array (B, ...), e.g. a carried hidden state.
+        rows: one plain object per row (an n-gram index, say); copied by reference.
+    """
+
+    def __init__(
+        self,
+        states: StateGroup | None = None,
+        carry: dict[str, mx.array] | None = None,
+        rows: list[Any] | None = None,
+    ):
+        self.states = states
+        self.carry = carry or {}
+        self.rows = rows if rows is not None else [None]
+
+    @classmethod
+    def merge(cls, parts: Sequence[DraftState]) -> DraftState:
+        """One state with the rows of all parts, in order; carries missing from a part become zeros."""
+        import mlx.core as mx
+
+        from .state import StateGroup
+
+        states = None
+        if parts[0].states is not None:
+            states = StateGroup.merge([p.states for p in parts if p.states is not None])
+        names = {name: p.carry[name] for p in parts for name in p.carry}
+        carry = {
+            name: mx.concatenate(
+                [
+                    p.carry[name] if name in p.carry else mx.zeros((len(p.rows), *sample.shape[1:]), sample.dtype)
+                    for p in parts
+                ]
+            )
+            for name, sample in names.items()
+        }
+        return cls(states, carry, [r for p in parts for r in p.rows])
+
+    def select(self, rows: Sequence[int]) -> DraftState:
+        """A state with only these rows, in this order."""
+        import mlx.core as mx
+
+        index = mx.array(list(rows))
+        return type(self)(
+            self.states.select(rows) if self.states is not None else None,
+            {name: value[index] for name, value in self.carry.items()},
+            [self.rows[r] for r in rows],
+        )
+
+    def arrays(self) -> list[mx.array]:
+        """Every array held, for one evaluation after a prefill chunk."""
+        return [*self.carry.values(), *(self.states.arrays() if self.states is not None else ())]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory held."""
+        own = sum(a.nbytes for a in self.carry.values())
+        return own + (self.states.nbytes if self.states is not None else 0)

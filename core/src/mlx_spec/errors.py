@@ -1,0 +1,119 @@
+"""Errors a user can meet, and findings about a pair.
+
+    SpecError                 base; every message is "<what>: found X, expected Y. <next step>."
+    ├── UsageError            bad flag, field or prompt                      CLI exit 2
+    └── RefusedError          something loaded or asked for cannot be done   CLI exit 1
+        ├── LoadError         a directory, file or tensor is not usable
+        │   └── NoEmbeddedMtpHead   the checkpoint carries no head of its own
+        ├── PairError         target and drafter do not fit; carries the findings
+        ├── PluginError       entry points or registrations clash
+        ├── ExactnessError    the demanded exactness level was not reached
+        └── RequestError      one request cannot go on (NaN logits, context full); others go on
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
+
+
+def message(what: str, found: object, expected: object, next_step: str) -> str:
+    """The one sentence shape of every error: what, found, expected, next step."""
+    step = next_step if next_step.endswith((".", "!", "?")) else next_step + "."
+    return f"{what}: found {found}, expected {expected}. {step}"
+
+
+class SpecError(Exception):
+    """Base of all errors shown to a user; never shown with a traceback.
+
+    Attributes:
+        code: stable identifier, e.g. "L03" (see docs/errors.md).
+        what, found, expected, next_step: the four parts of the message.
+    """
+
+    exit_code = 1
+    code = "E00"
+
+    def __init__(self, what: str, *, found: object, expected: object, next_step: str, code: str | None = None):
+        self.what, self.found, self.expected, self.next_step = what, found, expected, next_step
+        if code is not None:
+            self.code = code
+        super().__init__(message(what, found, expected, next_step))
+
+
+class UsageError(SpecError):
+    """A flag, request field or prompt that cannot be used."""
+
+    exit_code = 2
+    code = "U00"
+
+
+class RefusedError(SpecError):
+    """Valid usage, but what was asked for cannot be done."""
+
+
+class LoadError(RefusedError):
+    """A directory, file, tensor or tokenizer is missing, corrupt or of another kind."""
+
+    code = "L00"
+
+
+class NoEmbeddedMtpHead(LoadError):
+    """The checkpoint was asked to draft for itself but carries no head tensors."""
+
+    code = "L20"
+
+
+class PluginError(RefusedError):
+    """A plugin cannot be used: name clash, double claim, newer API, import failure."""
+
+    code = "G00"
+
+
+class ExactnessError(RefusedError):
+    """The exactness level asked for is not reached on this machine."""
+
+    code = "X00"
+
+
+class RequestError(RefusedError):
+    """One request cannot continue; the engine and its other requests can."""
+
+    code = "R00"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One reason a pair is refused (error), slow or unusual (warning), or worth saying (note)."""
+
+    code: str
+    severity: Severity
+    subject: str
+    found: str
+    expected: str
+    next_step: str
+
+    def __str__(self) -> str:
+        return message(self.subject, self.found, self.expected, self.next_step)
+
+    def as_dict(self) -> dict[str, str]:
+        """Plain dict, for JSON output."""
+        return asdict(self)
+
+
+class PairError(RefusedError):
+    """Target and drafter do not fit; `findings` holds every reason, errors first."""
+
+    code = "P00"
+
+    def __init__(self, findings: list[Finding]):
+        self.findings = sorted(findings, key=lambda f: f.severity != "error")
+        first = self.findings[0]
+        super().__init__(
+            first.subject, found=first.found, expected=first.expected, next_step=first.next_step, code=first.code
+        )
+        rest = [f for f in self.findings[1:] if f.severity == "error"]
+        if rest:
+            self.args = ("\n".join([self.args[0], *(str(f) for f in rest)]),)

@@ -1,0 +1,96 @@
+"""The hooks of mlx-spec, grouped by life-cycle. Types are imported for type checkers only.
+
+Rules: no default values in signatures; an implementation may take fewer arguments; a firstresult hook
+returns None to say "not mine". Per-pair callers are bound once to the owner and core's defaults, so one
+plugin can never answer for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    import click
+
+    from .errors import Finding
+    from .lane import Lane
+    from .models import Drafter, Target
+    from .probe import ProbePlan
+    from .registry import Register
+    from .types import Draft, DrafterCard, ExactnessReport, ModelRef, Side, Verification
+
+PROJECT = "mlx_spec"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+# -- start-up: every plugin is asked -----------------------------------------------------------------
+
+
+@hookspec
+def spec_register(register: Register) -> None:
+    """Claim model_types, drafter kinds and kernels. Called once at start-up; must not import mlx."""
+
+
+@hookspec
+def spec_register_commands(cli: click.Group) -> None:
+    """Add commands to `spec`; a name already taken is refused."""
+
+
+# -- load: only the plugin that claimed the model_type is asked ----------------------------------------
+
+
+@hookspec(firstresult=True)
+def spec_load_target(ref: ModelRef, config: Mapping[str, object]) -> Target | None:
+    """Build the target that `config` describes; every weight is used or listed as dropped."""
+
+
+@hookspec(firstresult=True)
+def spec_load_drafter(ref: ModelRef, card: DrafterCard, target: Target) -> Drafter | None:
+    """Build the drafter that `card` describes, bound to `target`."""
+
+
+# -- pairing: every plugin is asked, all findings are kept ---------------------------------------------
+
+
+@hookspec
+def spec_validate_pair(target: ModelRef, drafter: ModelRef, card: DrafterCard) -> list[Finding] | None:
+    """List what makes this pair wrong (error), slow (warning) or notable (note), from files alone.
+
+    Called before any weights are loaded; read config.json and safetensors headers only.
+    """
+
+
+# -- one round: owner only; core's defaults come last --------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def spec_propose(lane: Lane, budget: Sequence[int]) -> Draft | None:
+    """Guess at most budget[b] tokens after each row's anchor; may not touch the target's state."""
+
+
+@hookspec(firstresult=True)
+def spec_verify(lane: Lane, draft: Draft) -> Verification | None:
+    """Run the target once over [anchor, *draft.tokens]; give numbers, never decide."""
+
+
+@hookspec(firstresult=True)
+def spec_rollback(lane: Lane, side: Side, keep: Sequence[int]) -> Sequence[int] | None:
+    """Forget `side`'s rows past keep[b]; return the lengths (B,) it now holds. Core checks the target's."""
+
+
+# -- trust and tools -----------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def spec_probe_exactness(target: Target, drafter: Drafter, plan: ProbePlan) -> ExactnessReport | None:
+    """Compare real rounds with single steps; core's default drives the three hooks above."""
+
+
+@hookspec(firstresult=True)
+def spec_split_drafter(ref: ModelRef, out: Path, options: Mapping[str, object]) -> Path | None:
+    """Extract a drafter head out of a checkpoint into a drafter directory."""

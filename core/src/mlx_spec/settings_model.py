@@ -1,0 +1,73 @@
+"""The settings themselves, as a pydantic model. Imported on first use: pydantic is slow to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, AliasGenerator, Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from .settings import default_cache_dir, split_names, variables
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Names = Annotated[tuple[str, ...], NoDecode]
+
+
+def _aliases(field: str) -> AliasChoices:
+    """The field's environment variables, the one that wins first."""
+    return AliasChoices(*variables(field))
+
+
+class Settings(BaseSettings):
+    """Everything the environment can decide; an explicit flag or argument wins over each of these."""
+
+    model_config = SettingsConfigDict(
+        alias_generator=AliasGenerator(validation_alias=_aliases),
+        case_sensitive=True,
+        env_ignore_empty=True,
+        extra="ignore",
+        frozen=True,
+        populate_by_name=True,
+    )
+
+    plugins: Names | None = Field(None, description="load only these plugins, comma-separated")
+    trace: Names = Field((), description='"hooks" logs every hook call')
+    log_level: LogLevel = Field("warning", description='"debug" also shows tracebacks')
+    cache_dir: Path = Field(default_factory=default_cache_dir, description="probe memos and learned costs")
+
+    draft_kind: str | None = Field(None, description="drafter kind to use")
+    draft_block_size: int | None = Field(None, ge=0, le=64, description="L, verified rows per round, anchor counted")
+    draft_model: str | None = Field(None, description="drafter directory or repository")
+
+    probe: bool = Field(True, description="run the exactness probe before speculating")
+    allow_inexact: bool = Field(False, description="speculate although the probe declined")
+    governor: bool = Field(True, description="choose the width per round by measured gain")
+    prefill_step: int = Field(2048, ge=1, description="prompt tokens per prefill chunk")
+
+    draft_profile: bool = Field(False, description="time every phase of a round by itself, and log it")
+    gap_log: bool = Field(False, description="top-2 gap of every verified row")
+    print_token_ids: bool = Field(False, description="token ids beside the text")
+
+    @field_validator("plugins", "trace", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return split_names(value) if isinstance(value, str) else value
+
+    @field_validator("trace")
+    @classmethod
+    def _known_trace(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [name for name in value if name != "hooks"]
+        if unknown:
+            raise ValueError('"hooks", the only thing that can be traced')
+        return value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _expand(cls, value: Path) -> Path:
+        return value.expanduser()

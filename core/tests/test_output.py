@@ -1,0 +1,57 @@
+"""Tables, JSON and progress on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mlx_spec.cli import output
+
+
+@dataclass
+class Thing:
+    name: str
+    sizes: tuple[int, ...]
+    gap: float
+
+
+def test_json_of_dataclasses_paths_sets_and_infinity(capsys):
+    output.print_json({"thing": Thing("é", (1, 2), float("inf")), "path": Path("a/b"), "set": {3, 1}, 4: None})
+    assert json.loads(capsys.readouterr().out) == {
+        "thing": {"name": "é", "sizes": [1, 2], "gap": None},
+        "path": "a/b",
+        "set": [1, 3],
+        "4": None,
+    }
+
+
+def test_json_refuses_what_it_does_not_know():
+    with pytest.raises(TypeError, match="object"):
+        output.print_json(object())
+
+
+def test_plain_table_aligns_and_keeps_markup_as_text(capsys):
+    output.print_table(("a", "long column"), [("[bold]x", 1), ("y", "")], title="Title")
+    assert capsys.readouterr().out.splitlines() == ["Title", "a        long column", "[bold]x  1", "y"]
+
+
+def test_drawn_table_shows_the_same_cells(capsys, monkeypatch):
+    monkeypatch.setattr(output, "on_terminal", lambda stream: True)
+    output.print_table(("plugin", "status"), [("[bold]x", "ok")])
+    text = capsys.readouterr().out
+    assert "[bold]x" in text and "ok" in text and "─" in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_talks_only_to_a_terminal(capsys, monkeypatch, terminal):
+    monkeypatch.setattr(output, "on_terminal", lambda stream: terminal)
+    with output.progress("working", total=3) as steps:
+        steps.advance()
+        steps.describe("still [working]")
+        steps.advance(2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert bool(captured.err) is terminal
