@@ -1,0 +1,88 @@
+"""The State contract: every cache can return to a mark plus kept rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Lengths (B,) at the time of the mark; small on purpose, no arrays."""
+
+    lengths: tuple[int, ...]
+
+
+class State(ABC):
+    """One layer's cache for B rows of differing length.
+
+    It is also what mlx-lm's modules call a cache: `offset`, `update_and_fetch` and `make_mask` have
+    that meaning, so a target built from mlx-lm's modules runs on it unchanged.
+    """
+
+    @property
+    @abstractmethod
+    def lengths(self) -> tuple[int, ...]:
+        """Positions held per row (B,), counted from the start of the sequence."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Remember where every row is; the next append may be taken back to here."""
+
+    @abstractmethod
+    def rewind(self, mark: Mark, keep: Sequence[int]) -> None:
+        """Forget all rows past mark.lengths[b] + keep[b]. Raises ValueError when that cannot be done."""
+
+    def check_rewind(self, mark: Mark, keep: Sequence[int]) -> None:  # noqa: B027 - optional to override
+        """Raise the ValueError that `rewind` would raise, changing nothing; lets a group stay whole."""
+
+    @abstractmethod
+    def extract(self, row: int) -> State:
+        """A copy of one row as a B = 1 state that shares nothing writable with this one."""
+
+    @classmethod
+    @abstractmethod
+    def merge(cls, states: Sequence[State]) -> State:
+        """One state holding the rows of all of them, in order."""
+
+    @abstractmethod
+    def select(self, rows: Sequence[int]) -> State:
+        """A state with only these rows, in this order."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of device memory held."""
+
+    def arrays(self) -> list[mx.array]:
+        """The arrays that hold this state, for evaluating them; not to be kept (an owner writes in place)."""
+        return list(self.to_tensors()[0].values())
+
+    @abstractmethod
+    def to_tensors(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
+        """(tensors, json-able meta), enough to rebuild this state."""
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls, tensors: Mapping[str, mx.array], meta: Mapping[str, Any]) -> State:
+        """Inverse of `to_tensors`."""
+
+    # -- what mlx-lm's modules ask of a cache ----------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def offset(self) -> int | mx.array:
+        """Position of the next row: int when all rows agree, else int32 (B,)."""
+
+    @abstractmethod
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append keys, values (B, Hkv, L, Dk/Dv); return what attention should read."""
+
+    @abstractmethod
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """Mask for the next N rows: None, "causal" or bool, broadcastable to (B, 1, N, T)."""

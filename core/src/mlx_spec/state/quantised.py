@@ -1,0 +1,87 @@
+"""K/V stored quantised, 4 or 8 bit, in groups along the head dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from ..errors import LoadError, UsageError
+from .kv import KVState
+from .registry import register_state
+from .view import KVView
+from .window import ALIGN, WindowState
+
+BITS = (4, 8)
+
+
+class _Quantised(KVState):
+    """Storage as triples (packed uint32, scales, biases) for K and for V.
+
+    Groups never cross a position, so lowering a length never touches the groups of rows that stay.
+    `bits` and `group_size` are what sends mlx-lm's attention down its quantised path.
+    """
+
+    PARTS: ClassVar[tuple[str, ...]] = tuple(
+        f"{side}.{part}" for side in ("keys", "values") for part in ("packed", "scales", "biases")
+    )
+    bits: int
+    group_size: int
+
+    def _quantise_as(self, bits: int, group_size: int) -> None:
+        if bits not in BITS:
+            raise UsageError(
+                "KV bits", found=bits, expected=" or ".join(map(str, BITS)), next_step="Choose one of them", code="U27"
+            )
+        self.bits, self.group_size = bits, group_size
+
+    def _encode(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        for name, part in (("key", keys), ("value", values)):
+            if part.shape[-1] % self.group_size:
+                raise LoadError(
+                    f"KV group size for a {name} head",
+                    found=f"{self.group_size} with a head of {part.shape[-1]}",
+                    expected="a divisor of the head size",
+                    next_step="Choose a smaller KV group size, or leave K/V unquantised",
+                    code="L33",
+                )
+        return [a for part in (keys, values) for a in mx.quantize(part, group_size=self.group_size, bits=self.bits)]
+
+    def _decode(self, arrays: Sequence[mx.array]) -> tuple[Any, Any]:
+        return tuple(arrays[:3]), tuple(arrays[3:])
+
+    def _view(self, lo: int, bits: int | None = None, group_size: int | None = None) -> KVView:
+        return super()._view(lo, self.bits, self.group_size)
+
+
+@register_state("kv-quantised")
+class QuantisedKVState(_Quantised):
+    """Full attention over quantised K/V; at B = 1, L = 1 byte for byte mlx-lm's `QuantizedKVCache`."""
+
+    def __init__(self, bits: int = 8, group_size: int = 64, batch: int = 1):
+        super().__init__(batch)
+        self._quantise_as(bits, group_size)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group_size": self.group_size}
+
+
+@register_state("window-quantised")
+class QuantisedWindowState(_Quantised, WindowState):
+    """Sliding-window attention over quantised K/V; mlx-lm has no counterpart."""
+
+    def __init__(
+        self,
+        window: int,
+        bits: int = 8,
+        group_size: int = 64,
+        max_width: int = 64,
+        batch: int = 1,
+        align: int = ALIGN,
+    ):
+        WindowState.__init__(self, window, max_width, batch, align)
+        self._quantise_as(bits, group_size)
+
+    def _settings(self) -> dict[str, Any]:
+        return {**WindowState._settings(self), "bits": self.bits, "group_size": self.group_size}

@@ -1,0 +1,161 @@
+"""Tiny random checkpoints in the real layout, by mlx-lm's own model classes; unequal sizes for unequal axes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 131,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+SMALL_LLAMA = LLAMA | {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 56,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 97,
+    "tie_word_embeddings": True,
+}
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_size": 40,
+    "num_hidden_layers": 5,
+    "intermediate_size": 72,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 113,
+    "sliding_window": 8,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": [1, 5],
+}
+MAMBA = {
+    "model_type": "mamba",
+    "architectures": ["MambaForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 48,
+    "state_size": 8,
+    "num_hidden_layers": 2,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": 6,
+}
+CONFIGS = {"llama": LLAMA, "small-llama": SMALL_LLAMA, "gemma3": GEMMA3, "mamba": MAMBA}
+
+
+def write_model(path: Path, config: str | dict[str, Any] = "llama", *, shards: int = 1, seed: int = 3) -> Path:
+    """Write config.json and float32 safetensors (one file, or `shards` files and an index) to `path`; return it."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import _get_classes
+
+    values = dict(CONFIGS[config] if isinstance(config, str) else config)
+    mx.random.seed(seed)
+    model_class, args_class = _get_classes(values)
+    model = model_class(args_class.from_dict(values))
+    weights = {
+        k: mx.random.normal(v.shape) * (0.3 if v.ndim > 1 else 0.1) + (v.ndim == 1)
+        for k, v in tree_flatten(model.parameters())
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(values))
+    write_weights(path, weights, shards)
+    return path
+
+
+def write_weights(path: Path, weights: dict[str, Any], shards: int = 1) -> None:
+    """Save tensors as model.safetensors, or as numbered shards with model.safetensors.index.json."""
+    import mlx.core as mx
+
+    if shards == 1:
+        mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+        return
+    names = sorted(weights)
+    parts = [names[i::shards] for i in range(shards)]
+    weight_map = {}
+    for i, part in enumerate(parts):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        mx.save_safetensors(str(path / file), {n: weights[n] for n in part}, metadata={"format": "mlx"})
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+CONTROL = ["<bos>", "<eos>", "<pad>", "<|end|>"]
+CORPUS = [
+    "red green blue white tick tock tick 1 2 3 4 5 6 7",
+    "the quick brown fox jumps over the lazy dog",
+    "příliš žluťoučký kůň úpěl ďábelské ódy",
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"
+    "{{ raise_exception('role ' + m.role + ' is not known') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def write_tokenizer(
+    path: Path, kind: str = "bytes", *, template: str | None = TEMPLATE, extra: Sequence[str] = ("<think>",)
+) -> Path:
+    """Write tokenizer.json and tokenizer_config.json.
+
+    kind: "bytes" is byte-level BPE; "fallback" has word pieces, a space mark and byte-fallback tokens; "strip"
+    is the same with a decoder that strips one leading space. `extra` are added tokens that are not control tokens.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if kind == "bytes":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=330,
+            special_tokens=CONTROL,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(CORPUS, trainer)
+    else:
+        words = sorted({"▁" + w for line in CORPUS for w in line.split()})
+        letters = sorted({c for line in CORPUS for c in line if ord(c) < 128 and c != " "} | {"▁"})
+        pieces = CONTROL + [f"<0x{i:02X}>" for i in range(256)] + letters
+        vocab = {p: i for i, p in enumerate(dict.fromkeys(pieces + words))}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<pad>"))
+        tokenizer.pre_tokenizer = None
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if kind == "strip" else []))
+        tokenizer.add_special_tokens([AddedToken(t, special=True) for t in CONTROL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in extra])
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+    }
+    if template is not None:
+        config["chat_template"] = template
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
