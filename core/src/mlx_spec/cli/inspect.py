@@ -1,0 +1,121 @@
+"""`spec inspect`: what a directory is, who serves it, what it carries, what fits it and what it needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .output import note, print_json, print_table, progress
+
+if TYPE_CHECKING:
+    from ..inspection import Inspection
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@click.command("inspect")
+@click.argument("model")
+@click.option(
+    "--drafter", "drafters", multiple=True, metavar="DIR", help="Also say whether this drafter fits; repeatable."
+)
+@click.option("--context", type=click.IntRange(min=1), help="Positions for the memory estimate.")
+@click.option("--kv-bits", type=click.Choice(["4", "8"]), help="Estimate for a quantised K/V state.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def command(
+    ctx: click.Context, model: str, drafters: tuple[str, ...], context: int | None, kv_bits: str | None, as_json: bool
+) -> None:
+    """Say what MODEL (a directory or hub id) is; exit 1 when it cannot be used as it is."""
+    from ..inspection import inspect
+
+    with progress("inspecting"):
+        report = inspect(model, drafters, context, int(kv_bits) if kv_bits else None)
+    if as_json:
+        print_json(as_object(report))
+    else:
+        print_table(("", ""), rows(report))
+        if report.drafters:
+            fits = [(d.kind, d.source, "yes" if d.fits else "no", d.reason) for d in report.drafters]
+            print_table(("drafter", "from", "fits", "why"), fits)
+        for problem in report.problems:
+            note(f"{problem.severity}: {problem}")
+    if not report.ok:
+        ctx.exit(1)
+
+
+def as_object(report: Inspection) -> dict[str, Any]:
+    """The JSON object."""
+    from dataclasses import asdict
+
+    memory = asdict(report.memory) | {"total_bytes": report.memory.total_bytes} if report.memory is not None else None
+    card = asdict(report.card) | {"extra": dict(report.card.extra)} if report.card is not None else None
+    return asdict(report) | {"memory": memory, "card": card, "ok": report.ok}
+
+
+def rows(report: Inspection) -> list[tuple[str, str]]:
+    """Label and value of each line; lines without a value are left out."""
+    tokenizer = report.tokenizer
+    lines: list[tuple[str, Any]] = [
+        ("path", report.path),
+        ("kind", f"{report.kind} ({report.reason})"),
+        ("model_type", report.model_type),
+        ("plugin", f"{report.owner} ({report.distribution})" if report.owner else ""),
+        ("drafter", _card(report)),
+        ("parameters", _count(report.parameters)),
+        ("weights", _weights(report)),
+        ("quantisation", _quantisation(report)),
+        ("layers", report.layers),
+        ("hidden_size", report.hidden_size),
+        ("vocab_size", report.vocab_size),
+        ("context", report.context or ("not declared" if report.layers else "")),
+        ("heads", ", ".join(f"{h.prefix} ({h.tensors} tensors, {size(h.nbytes)})" for h in report.heads)),
+        ("tokenizer", ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in tokenizer.items())),
+        ("end ids", ", ".join(map(str, report.end_ids)) or ("none" if tokenizer else "")),
+        ("memory", _memory(report)),
+    ]
+    return [(label, str(value)) for label, value in lines if value]
+
+
+def _card(report: Inspection) -> str:
+    card = report.card
+    if card is None:
+        return ""
+    width = f", block_size {card.block_size}" if card.block_size else ""
+    return f"{card.kind}{width}; pass it as --draft-model"
+
+
+def _weights(report: Inspection) -> str:
+    if not report.tensors:
+        return ""
+    dtypes = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in sorted(report.dtypes.items()))
+    return f"{report.tensors} tensors in {report.files} file{'s' * (report.files > 1)}: {dtypes}"
+
+
+def _quantisation(report: Inspection) -> str:
+    settings = report.quantisation or {}
+    return ", ".join(f"{key} {value}" for key, value in settings.items() if isinstance(value, str | int | float))
+
+
+def _memory(report: Inspection) -> str:
+    need = report.memory
+    if need is None:
+        return ""
+    kv = f" + {size(need.kv_bytes)} K/V at {need.context} positions ({size(need.kv_bytes_per_1k_tokens)} per 1000)"
+    return f"{size(need.weights_bytes)} weights" + (kv if need.kv_layers else "")
+
+
+def _count(number: int) -> str:
+    """1234567 -> "1.23 M"."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if number >= limit:
+            return f"{number / limit:.2f} {unit}"
+    return str(number) if number else ""
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the largest unit that leaves at least 1."""
+    value, unit = float(nbytes), 0
+    while value >= 1024 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.2f} {UNITS[unit]}" if unit else f"{nbytes} B"
