@@ -1,0 +1,305 @@
+"""What a round costs on this machine, per pair, batch size and K, and how often drafts are accepted.
+
+K = 0 is one plain step. Costs are kept in seconds and compared in plain steps, so a machine that slows
+down as a whole changes no decision. Timings are noisy and one-sided (a busy core only ever adds time), so a
+quantile a little below the median of a short window stands for a cost.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .diskcache import read_entry, write_entry
+
+AREA = "costs"
+VERSION = 1
+WINDOW = 16  # samples per K that count
+FIRM = 3  # samples after which a saved value no longer counts
+DOUBT_SAMPLES = 8  # fewer samples than this leave doubt about a K
+SAVE_EVERY = 8  # new samples that make a save worth a file
+
+
+@dataclass(frozen=True, slots=True)
+class CostPrior:
+    """Cost of a round in plain steps before anything was measured: base + slope * K for K >= 1."""
+
+    base: float = 1.1
+    slope: float = 0.1
+
+    def steps(self, k: int) -> float:
+        """Plain steps one round with k drafts is believed to take."""
+        return 1.0 if k <= 0 else self.base + self.slope * k
+
+
+class BatchCosts:
+    """Costs of one batch size B: seconds per K, and the same in plain steps.
+
+    Args:
+        saved: seconds per K of earlier runs.
+        prior: what is believed of a K nobody measured.
+    """
+
+    def __init__(self, saved: Mapping[int, float] | None = None, prior: CostPrior | None = None):
+        self.saved = dict(saved or {})
+        self.prior = prior or CostPrior()
+        self.fresh = 0  # samples since the last save
+        self._live: dict[int, list[float]] = {}
+        self._draft: dict[int, list[float]] = {}
+        self._cache: dict[int, float | None] = {}
+        self._known: dict[int, float] | None = None
+
+    def observe(self, k: int, seconds: float, draft_seconds: float | None = None) -> None:
+        """One round with k drafts (0: one plain step) took `seconds`, the drafter's part included."""
+        if not math.isfinite(seconds) or seconds <= 0:
+            return
+        samples = self._live.setdefault(k, [])
+        samples.append(seconds)
+        _forget_old_regime(samples)
+        del samples[:-WINDOW]
+        if draft_seconds is not None and math.isfinite(draft_seconds):
+            drafts = self._draft.setdefault(k, [])
+            drafts.append(draft_seconds)
+            del drafts[:-WINDOW]
+        self.fresh += 1
+        self._cache.clear()
+        self._known = None
+
+    def count(self, k: int) -> int:
+        """Samples of this run that count for k."""
+        return len(self._live.get(k, ()))
+
+    def measured(self, k: int) -> bool:
+        """True when k was timed in an earlier run, or twice here with like results (no warm-up, no spike)."""
+        best = sorted(self._live.get(k, ()))[:2]
+        return k in self.saved or (len(best) == 2 and best[1] < 1.5 * best[0])
+
+    def seconds(self, k: int) -> float | None:
+        """Best estimate of seconds per round at k, None when neither measured nor saved."""
+        if k not in self._cache:
+            self._cache[k] = self._estimate(k, self._drift())
+        return self._cache[k]
+
+    def _estimate(self, k: int, drift: float) -> float | None:
+        live = self._live.get(k, [])
+        saved = self.saved.get(k)
+        if saved is not None:
+            live = [*live, *[saved * drift] * max(0, FIRM - len(live))]
+        return typical(live) if live else None
+
+    def _drift(self) -> float:
+        """How much slower this machine is now than when the saved costs were taken."""
+        ratios = [
+            typical(live) / self.saved[k] for k, live in self._live.items() if len(live) >= FIRM and k in self.saved
+        ]
+        return statistics.median(ratios) if ratios else 1.0
+
+    def strays(self) -> bool:
+        """True when some K costs something else than saved and no plain step of this run can say why."""
+        if self.count(0) >= FIRM:
+            return False
+        drifts = [
+            typical(live) / self.saved[k]
+            for k, live in self._live.items()
+            if k > 0 and len(live) >= FIRM and k in self.saved
+        ]
+        return any(not 0.75 < d < 1.33 for d in drifts)
+
+    # -- in plain steps ---------------------------------------------------------------------------------
+
+    @property
+    def blank(self) -> bool:
+        """True when no K >= 1 was ever measured."""
+        return not any(k > 0 and self.measured(k) for k in {*self._live, *self.saved})
+
+    def steps(self, k: int) -> float:
+        """Plain steps one round at k takes: measured, between measured neighbours, or the prior."""
+        if k <= 0:
+            return 1.0
+        points = self._points()
+        if k in points:
+            return points[k]
+        below = max(p for p in points if p < k)
+        above = min((p for p in points if p > k), default=None)
+        if above is not None:
+            share = (k - below) / (above - below)
+            return points[below] + share * (points[above] - points[below])
+        if below == 0:
+            return self.prior.steps(k)
+        lower = max((p for p in points if 0 < p < below), default=None)
+        slope = self.prior.slope if lower is None else (points[below] - points[lower]) / (below - lower)
+        return points[below] + max(slope, 0.02) * (k - below)
+
+    def hoped_steps(self, k: int) -> float:
+        """As `steps`, but with the benefit of the doubt for a K that was never measured.
+
+        A width nobody tried may sit below a step in the machine's cost curve, so half of the interpolated
+        value is thought possible, never less than the prior or a measured smaller K.
+        """
+        if k <= 0 or self.measured(k):
+            return self.steps(k)
+        points = self._points()
+        below = max(p for p in points if p < k)
+        if any(p > k for p in points):
+            return max(points[below] if below else 1.0, min(self.steps(k), max(self.prior.steps(k), self.steps(k) / 2)))
+        if below == 0:
+            return self.steps(k)
+        return min(self.steps(k), points[below] + self.prior.slope * (k - below))
+
+    def doubt(self, k: int) -> float:
+        """Factor >= 1 in favour of a K with few samples, so that two unlucky timings do not bury it."""
+        n = self.count(k)
+        return 1.0 + 0.2 / n if 0 < n < DOUBT_SAMPLES and k not in self.saved else 1.0
+
+    def _points(self) -> dict[int, float]:
+        """Known K -> plain steps; K = 0 is always there."""
+        plain = self.seconds(0)
+        if plain is None:
+            return {0: 1.0}
+        if self._known is None:
+            known = {k for k in {*self._live, *self.saved} if k > 0 and self.measured(k)}
+            self._known = {0: 1.0} | {k: (self.seconds(k) or plain) / plain for k in known}
+        return self._known
+
+    def table(self) -> list[dict[str, float]]:
+        """Rows k, seconds, steps, samples and, where told, draft_seconds: for `spec pair` and logs."""
+        rows = []
+        for k in sorted({*self._live, *self.saved}):
+            seconds = self.seconds(k)
+            if seconds is None:
+                continue
+            row = {"k": k, "seconds": seconds, "steps": self.steps(k), "samples": self.count(k)}
+            if self._draft.get(k):
+                row["draft_seconds"] = statistics.median(self._draft[k])
+            rows.append(row)
+        return rows
+
+    def frozen(self) -> BatchCosts:
+        """What was saved, and nothing measured since: equal for every request of a process."""
+        return BatchCosts(self.saved, self.prior)
+
+    def merged(self) -> dict[int, float]:
+        """Seconds per K worth saving."""
+        values = {k: self.seconds(k) for k in {*self._live, *self.saved} if k == 0 or self.measured(k)}
+        return {k: v for k, v in values.items() if v is not None}
+
+
+def typical(samples: Sequence[float]) -> float:
+    """The 30% quantile: near the median, the minimum of up to three, and deaf to slow outliers."""
+    return sorted(samples)[int(len(samples) * 0.3)]
+
+
+def _forget_old_regime(samples: list[float]) -> None:
+    """Drop older samples once the newest agree that times have changed (2 faster or 3 slower in a row)."""
+    for newest, side in ((2, -1), (3, 1)):
+        if len(samples) < newest + FIRM:
+            continue
+        old = typical(samples[:-newest])
+        tail = samples[-newest:]
+        if all(s < 0.7 * old if side < 0 else s > 1.4 * old for s in tail):
+            del samples[:-newest]
+            return
+
+
+class CostModel:
+    """Costs and typical acceptance of one pair on one machine, for every batch size.
+
+    Args:
+        key: names the pair, see `pair.pair_key`; "" keeps nothing on disk.
+        directory: cache folder, None for the one in the settings.
+    """
+
+    def __init__(self, key: str = "", directory: Path | None = None, prior: CostPrior | None = None):
+        self.key = key
+        self.prior = prior or CostPrior()
+        self.acceptance: list[float] = []  # per depth, given that the depth before was accepted
+        self.saved_acceptance: tuple[float, ...] = ()
+        self._directory = directory
+        self._batches: dict[int, BatchCosts] = {}
+        self._saved: dict[int, dict[int, float]] = {}
+
+    def for_batch(self, rows: int = 1) -> BatchCosts:
+        """Costs of rounds over `rows` rows. Shared by every governor of that batch size."""
+        if rows not in self._batches:
+            self._batches[rows] = BatchCosts(self._saved.get(rows), self.prior)
+        return self._batches[rows]
+
+    def learn_acceptance(self, rates: Sequence[float], weight: float = 0.3) -> None:
+        """Blend one request's conditional acceptance per depth into what new requests start from."""
+        for i, rate in enumerate(rates):
+            if i < len(self.acceptance):
+                self.acceptance[i] += weight * (rate - self.acceptance[i])
+            else:
+                self.acceptance.append(rate)
+
+    # -- disk -------------------------------------------------------------------------------------------
+
+    def load(self) -> CostModel:
+        """Take in what earlier runs saved; values that make no sense are left out."""
+        if not self.key:
+            return self
+        data = read_entry(AREA, self.key, self._directory) or {}
+        if data.get("version") == VERSION:
+            self._saved = _clean_batches(data.get("batches"))
+            self.acceptance = _clean_rates(data.get("acceptance"))
+            self.saved_acceptance = tuple(self.acceptance)
+        return self
+
+    def save(self, force: bool = False) -> bool:
+        """Write to disk when enough was learned since the last time; False when nothing was written."""
+        fresh = sum(b.fresh for b in self._batches.values())
+        if not self.key or fresh < (1 if force else SAVE_EVERY):
+            return False
+        batches = self._saved | {rows: batch.merged() for rows, batch in self._batches.items()}
+        data = {
+            "version": VERSION,
+            "batches": {str(b): {str(k): s for k, s in costs.items()} for b, costs in batches.items() if costs},
+            "acceptance": self.acceptance,
+        }
+        for batch in self._batches.values():
+            batch.fresh = 0
+        return write_entry(AREA, self.key, data, self._directory)
+
+
+def load_costs(key: str, directory: Path | None = None, prior: CostPrior | None = None) -> CostModel:
+    """The cost model of a pair on this machine, with what earlier runs learned."""
+    return CostModel(f"{key}-{machine_key()}" if key else "", directory, prior).load()
+
+
+def machine_key() -> str:
+    """Short hex name of the kind of machine: processor, cores, accelerator. Not of the very machine."""
+    import hashlib
+    import os
+    import platform
+
+    import mlx.core as mx
+
+    device = getattr(mx, "device_info", dict)()
+    parts = [platform.system(), platform.machine(), platform.processor(), os.cpu_count()]
+    parts += [device.get(name) for name in ("device_name", "architecture", "memory_size")]
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
+
+
+def _clean_batches(value: Any) -> dict[int, dict[int, float]]:
+    found: dict[int, dict[int, float]] = {}
+    for rows, costs in value.items() if isinstance(value, dict) else ():
+        if not (str(rows).isdecimal() and isinstance(costs, dict)):
+            continue
+        good = {int(k): float(s) for k, s in costs.items() if str(k).isdecimal() and _sensible(s)}
+        if good:
+            found[int(rows)] = good
+    return found
+
+
+def _sensible(seconds: Any) -> bool:
+    return type(seconds) in (int, float) and math.isfinite(seconds) and 0 < seconds < 3600
+
+
+def _clean_rates(value: Any) -> list[float]:
+    rates = value if isinstance(value, list) else []
+    good = all(type(r) in (int, float) and 0 <= r <= 1 for r in rates)
+    return [float(r) for r in rates] if good else []

@@ -1,0 +1,184 @@
+"""Whether a directory can draft for a target as `full-model`; read from files, before any weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import Finding, SpecError
+from .types import ModelRef
+
+COMPLETE = "Use a small complete model of the same family and tokenizer"
+MISMATCH_SHARE = 0.01  # of compared ids: reserved names that differ are common, another vocabulary is not
+
+
+def validate(target: ModelRef, drafter: ModelRef) -> list[Finding]:
+    """Every reason why `drafter` cannot, or only badly, draft whole tokens for `target`."""
+    findings = list(_other_kind(drafter))
+    if findings:
+        return findings
+    findings += _vocabulary(target, drafter)
+    findings += _rollback(drafter)
+    findings += _tokenizers(target, drafter)
+    findings += _context(target, drafter)
+    return findings
+
+
+def _subject(ref: ModelRef) -> str:
+    return f"full-model drafter {ref.name}"
+
+
+def _other_kind(drafter: ModelRef) -> Iterator[Finding]:
+    """Assistants, heads, adapters and other directories that are no model on their own."""
+    from .checkpoint import carries_embedding, identify, tensor_index
+
+    try:
+        identity = identify(drafter.path, drafter.config)
+        if identity.kind != "target":
+            reason = f"another kind of directory ({identity.reason})"
+        elif not carries_embedding(drafter.config, tensor_index(drafter.path)):
+            reason = "a head without its own token embedding"
+        else:
+            return
+    except SpecError as error:
+        yield Finding(error.code, "error", error.what, str(error.found), str(error.expected), error.next_step)
+        return
+    step = "Drop --draft-kind to let the directory decide, or give a complete small model"
+    yield Finding("P20", "error", _subject(drafter), reason, "a complete causal language model", step)
+
+
+# -- vocabulary ----------------------------------------------------------------------------------------
+
+
+def vocab_size(config: Mapping[str, object]) -> int | None:
+    """vocab_size of config.json or of its text_config; None when neither has one."""
+    text = config.get("text_config")
+    for section in (config, text if isinstance(text, Mapping) else {}):
+        value = section.get("vocab_size")
+        if type(value) is int and value > 0:
+            return value
+    return None
+
+
+def _vocabulary(target: ModelRef, drafter: ModelRef) -> Iterator[Finding]:
+    mine, theirs = vocab_size(drafter.config), vocab_size(target.config)
+    for ref, size in ((drafter, mine), (target, theirs)):
+        if size is None:
+            yield Finding(
+                "P21",
+                "error",
+                f"config.json of {ref.name}",
+                "no vocab_size",
+                "vocab_size, to know that ids of both models mean the same",
+                "Add the key from the original model, or download config.json again",
+            )
+    if mine is not None and theirs is not None and mine > theirs:
+        yield Finding(
+            "P22",
+            "error",
+            f"vocabulary of {_subject(drafter)}",
+            f"{mine} entries, target {target.name} has {theirs}",
+            f"at most {theirs}",
+            COMPLETE,
+        )
+
+
+def _tokenizers(target: ModelRef, drafter: ModelRef) -> Iterator[Finding]:
+    """Same id, same token: compared over all ids both tokenizers name. Padding rows have no name."""
+    theirs, mine = token_names(target.path), token_names(drafter.path)
+    if theirs is None or mine is None:
+        missing = drafter if mine is None else target
+        yield Finding(
+            "P24",
+            "note",
+            f"tokenizer of {missing.name}",
+            "no tokenizer.json to compare",
+            "the same tokens on both sides",
+            "Make sure that both models use one tokenizer; otherwise hardly a draft is accepted",
+        )
+        return
+    shared = mine.keys() & theirs.keys()
+    wrong = sorted(i for i in shared if mine[i] != theirs[i])
+    if not wrong and shared:
+        return
+    share = len(wrong) / len(shared) if shared else 1.0
+    example = f", e.g. id {wrong[0]} is {mine[wrong[0]]!r} and {theirs[wrong[0]]!r}" if wrong else ""
+    yield Finding(
+        "P25",
+        "error" if share > MISMATCH_SHARE else "warning",
+        f"tokenizer of {_subject(drafter)}",
+        f"{len(wrong)} of {len(shared)} common ids that mean another token{example}",
+        f"the tokens of {target.name}",
+        COMPLETE,
+    )
+
+
+def token_names(path: Path) -> dict[int, str] | None:
+    """Id -> token from tokenizer.json; None when there is no such file or it lists none."""
+    from .checkpoint import read_json
+
+    file = path / "tokenizer.json"
+    if not file.exists():
+        return None
+    try:
+        data = read_json(file)
+    except SpecError:
+        return None  # the tokenizer itself is loaded, and refused by name, elsewhere
+    model = data.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    names: dict[int, str] = {}
+    if isinstance(vocab, dict):
+        names = {i: str(token) for token, i in vocab.items() if type(i) is int}
+    elif isinstance(vocab, list):  # unigram: [piece, score] in the order of ids
+        names = {i: str(entry[0]) for i, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+    for entry in data.get("added_tokens") or ():
+        if isinstance(entry, dict) and type(entry.get("id")) is int:
+            names[entry["id"]] = str(entry.get("content"))
+    return names or None
+
+
+# -- caches and context --------------------------------------------------------------------------------
+
+
+def _rollback(drafter: ModelRef) -> Iterator[Finding]:
+    """Whether its caches can go back: the module is built without weights and asked for its caches."""
+    from .plugins import get_manager
+
+    if get_manager().registry.target_owner(drafter.model_type) is not None:
+        return  # that plugin brings states that can
+    module = _unloaded_module(drafter.config)
+    if module is None:
+        return
+    from .state import from_mlx_lm
+
+    try:
+        from_mlx_lm(module)
+    except SpecError as error:
+        yield Finding("P23", "error", f"state of {_subject(drafter)}", str(error.found), str(error.expected), COMPLETE)
+
+
+def _unloaded_module(config: Mapping[str, object]) -> Any:
+    """mlx-lm's module for a config, its parameters never computed; None when it cannot be built."""
+    from mlx_lm.utils import _get_classes
+
+    try:
+        model_class, args_class = _get_classes(dict(config))
+        return model_class(args_class.from_dict(dict(config)))
+    except Exception:  # whatever a module's code raises: the loader meets it again and names it
+        return None
+
+
+def _context(target: ModelRef, drafter: ModelRef) -> Iterator[Finding]:
+    from .generic_target import declared_context
+
+    mine, theirs = declared_context(drafter.config), declared_context(target.config)
+    if mine is not None and theirs is not None and mine < theirs:
+        yield Finding(
+            "P26",
+            "note",
+            f"context of {_subject(drafter)}",
+            f"{mine} positions, target {target.name} has {theirs}",
+            f"{theirs} to draft in long replies too",
+            f"Past {mine} positions the reply is decoded plainly",
+        )

@@ -1,0 +1,263 @@
+"""The governor's rules one by one; how well they work together is in test_governor_simulation."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from mlx_spec.acceptance import AcceptanceEstimate
+from mlx_spec.costs import CostModel
+from mlx_spec.governor import FixedGovernor, Governor, choose_together
+from mlx_spec.pilot import FIRST_WAIT, HOPELESS_WAIT, LONGEST_SPAN, LONGEST_WAIT, PLAIN_FIRST
+
+
+def model(costs: dict[int, float]) -> CostModel:
+    """Saved costs in plain steps, one plain step taking 10 ms."""
+    made = CostModel()
+    made._saved = {1: {0: 0.01} | {k: 0.01 * steps for k, steps in costs.items()}}
+    return made
+
+
+@pytest.mark.parametrize("kmax", [0, 1, 3, 15])
+@pytest.mark.parametrize("room", [-1, 0, 1, 2, 7, 40])
+def test_k_never_exceeds_the_room_left(kmax, room):
+    governor = Governor(kmax, model({k: 1.1 for k in range(1, kmax + 1)}))
+    assert governor.choose(room) == max(0, min(kmax, room))
+    assert FixedGovernor(kmax).choose(room) == max(0, min(kmax, room))
+
+
+def test_no_room_means_a_plain_step_and_no_long_span():
+    governor = Governor(3, model({1: 1.1, 2: 1.2, 3: 1.3}))
+    assert governor.choose(0) == 0
+    assert governor.plain_span() == 1
+
+
+def test_an_unknown_machine_is_measured_plain_first():
+    governor = Governor(3)
+    assert governor.choose(50) == 0
+    span = governor.plain_span()
+    assert 2 <= span <= 6
+    for seconds in (None, *[0.01] * (span - 1)):
+        governor.observe(0, 0, seconds)
+    assert governor.choose(50) > 0
+    assert governor.plain_steps == span
+
+
+def plain_until_asked(governor: Governor) -> int:
+    """Run plain spans until the governor wants to draft; how many steps that took."""
+    steps = 0
+    while governor.choose(10_000) == 0:
+        span = governor.plain_span()
+        assert 1 <= span <= LONGEST_SPAN
+        for _ in range(span):
+            governor.observe(0, 0, 0.01)
+        steps += span
+    return steps
+
+
+def test_waits_double_up_to_the_longest_and_reset_when_a_probe_wins():
+    governor = Governor(3, model({1: 1.8, 2: 1.9, 3: 2.0}))
+    waits = []
+    for _ in range(8):
+        while (k := governor.choose(10_000)) > 0:
+            governor.observe(k, 0, 0.02)
+        waits.append(plain_until_asked(governor))
+    assert waits[0] == FIRST_WAIT
+    assert all(b in (a, 2 * a) or b > a for a, b in zip(waits, waits[1:], strict=False))
+    assert max(waits) <= LONGEST_WAIT
+    while governor.parked:
+        governor.observe(governor.choose(10_000), 3, 0.02)
+    assert governor.choose(10_000) == 3
+    while (k := governor.choose(10_000)) > 0:
+        governor.observe(k, 0, 0.02)
+    assert plain_until_asked(governor) == FIRST_WAIT
+
+
+def test_a_hopeless_machine_starts_parked_and_still_probes():
+    governor = Governor(3, model({1: 2.0, 2: 3.0, 3: 4.0}))
+    assert governor.choose(1000) == 0
+    assert "parked" in governor.state and "plain steps" in governor.state
+    assert f"re-probe in {HOPELESS_WAIT} tokens" in governor.state
+    assert plain_until_asked(governor) == HOPELESS_WAIT
+    assert governor.choose(1000) >= 1
+    assert governor.probes == 1
+
+
+def test_costs_believed_wrongly_are_found_out_while_parked():
+    governor = Governor(3, model({1: 2.0, 2: 3.0, 3: 4.0}))
+    assert governor.choose(1000) == 0  # saved costs say no, and they are of a faster machine
+    shared = governor.model.for_batch(1)
+    shared.saved[0] = 0.001
+    shared.saved |= {1: 0.002, 2: 0.003, 3: 0.004}
+    for _ in range(3):
+        shared.observe(3, 0.012)
+    steps = 0
+    while governor.choose(1000) == 0:
+        for _ in range(governor.plain_span()):
+            governor.observe(0, 0, 0.01)
+            steps += 1
+    assert steps == LONGEST_SPAN < HOPELESS_WAIT
+
+
+def test_the_first_and_last_step_of_a_span_are_not_timed():
+    governor = Governor(3)
+    assert governor.choose(50) == 0
+    for seconds in (0.03, *[0.01] * (governor.plain_span() - 2), 0.0001):
+        governor.observe(0, 0, seconds)
+    governor.choose(50)
+    assert governor.model.for_batch(1).seconds(0) == 0.01
+
+
+def test_state_is_readable():
+    governor = Governor(3, model({1: 1.2, 2: 1.35, 3: 1.5}))
+    assert governor.state == "not started"
+    for _ in range(20):
+        governor.observe(governor.choose(1000), 3, 0.015)
+    assert governor.state.startswith("K=3: 2.") and governor.state.endswith("x plain expected")
+    assert governor.speculative_rounds == 20
+    assert FixedGovernor(4).state == "K=4: fixed (adaptive off)"
+    assert Governor(0).state.startswith("K=0")
+
+
+def test_a_warm_up_of_ten_times_does_not_park():
+    governor = Governor(3)
+    chosen = []
+    for _ in range(20):
+        k = governor.choose(1000)
+        span = 1 if k else governor.plain_span()
+        for step in range(span):
+            chosen.append(k)
+            slow = 10 if k and chosen.count(k) == 1 else 1
+            governor.observe(k, k, None if step == len(chosen) - 1 == 0 else slow * (0.01 if k == 0 else 0.012))
+    assert not governor.parked
+    assert chosen[-1] == 3
+    assert chosen.count(0) == PLAIN_FIRST
+
+
+def test_without_any_plain_time_the_prior_decides():
+    governor = Governor(3)
+    assert governor.choose(100) == 0
+    for _ in range(8):
+        governor.observe(governor.choose(100), 3, 0.02, width=2)  # a row of fixed width never lets it measure
+    assert governor.model.for_batch(1).seconds(0) is None
+    assert governor.model.for_batch(1).steps(2) == governor.model.prior.steps(2)
+
+
+def test_plain_steps_beside_a_drafting_row_say_nothing_about_plain_cost():
+    shared = model({1: 1.1, 2: 1.2, 3: 1.3})
+    governor = Governor(3, shared)
+    costs = shared.for_batch(4)
+    governor.set_costs(costs)
+    governor.observe(0, 0, 0.5, width=3)
+    governor.finish()
+    assert costs.count(0) == 0 and costs.count(3) == 1
+
+
+def test_an_empty_draft_is_not_taken_for_a_plain_step():
+    shared = model({1: 1.1, 2: 1.2, 3: 1.3})
+    governor = Governor(3, shared)
+    assert governor.choose(100) == 3
+    governor.observe(0, 0, 0.04)
+    assert shared.for_batch(1).count(0) == 0
+
+
+def test_acceptance_is_conditional_per_depth_and_forgets():
+    estimate = AcceptanceEstimate(3)
+    for _ in range(200):
+        estimate.observe(3, 1)
+    first, second, third = estimate.rates
+    assert first > 0.95 and second < 0.1
+    assert third < 0.2  # never reached: follows the depth before
+    assert estimate.expected(3) == pytest.approx(1 + first + first * second + first * second * third)
+    assert len(estimate.seen()) == 2
+    for _ in range(40):
+        estimate.observe(3, 0)
+    assert estimate.rates[0] < 0.35
+
+
+def test_finish_teaches_the_next_request():
+    shared = model({1: 1.1, 2: 1.2, 3: 1.3})
+    first = Governor(3, shared)
+    for _ in range(40):
+        first.observe(first.choose(1000), 0, 0.013)
+    first.finish()
+    assert shared.acceptance and shared.acceptance[0] < 0.3
+    assert Governor(3, shared).acceptance.rates[0] < Governor(3, model({})).acceptance.rates[0]
+
+
+def test_a_draft_shorter_than_asked_counts_as_drafted():
+    estimate = AcceptanceEstimate(4)
+    for _ in range(50):
+        estimate.observe(2, 2)
+    assert len(estimate.seen()) == 2
+    assert min(estimate.rates[:2]) > 0.9
+
+
+def test_company_decides_together_and_nobody_exceeds_its_room():
+    shared = model({1: 1.1, 2: 1.12, 3: 1.14, 4: 1.16})
+    rows = [Governor(4, shared), Governor(2, shared), Governor(4, shared), None]
+    assert choose_together(rows, [50, 50, 1, 50]) == [4, 2, 1, 0]
+    assert choose_together(rows, [0, 0, 0, 9]) == [0, 0, 0, 0]
+    assert choose_together([None, None], [5, 5]) == [0, 0]
+
+
+def test_a_round_of_a_lane_is_timed_once():
+    shared = model({})
+    shared._saved = {1: {0: 0.01, 1: 0.011, 2: 0.012}, 3: {0: 0.02, 1: 0.022, 2: 0.024}}
+    rows = [Governor(2, shared) for _ in range(3)]
+    for row in rows:
+        row.set_costs(shared.for_batch(3))
+    budget = choose_together(rows, [50, 50, 50])
+    assert budget == [2, 2, 2]
+    for row, accepted in zip(rows, (2, 0, 1), strict=True):
+        row.observe(2, accepted, 0.025, width=2)
+    choose_together(rows, [50, 50, 50])
+    assert shared.for_batch(3).count(2) == 1
+    assert [row.tokens for row in rows] == [3, 1, 2]
+
+
+def test_a_fixed_row_sets_the_least_width():
+    shared = model({1: 2.0, 2: 3.0, 3: 4.0})
+    rows = [Governor(3, shared), FixedGovernor(2)]
+    assert choose_together(rows, [50, 50]) == [2, 2]
+    assert choose_together([rows[0]], [50]) == [0]
+
+
+def test_a_batch_size_never_seen_is_measured_plainly_first():
+    shared = model({1: 1.1, 2: 1.2, 3: 1.3})
+    governor = Governor(3, shared)
+    assert governor.choose(50) == 3
+    governor.set_costs(shared.for_batch(2))
+    assert governor.choose(50) == 0
+    for _ in range(governor.plain_span()):
+        governor.observe(0, 0, 0.02)
+    assert governor.choose(50) > 0
+    governor.set_costs(shared.for_batch(1))
+    assert governor.choose(50) == 3
+
+
+def test_rows_leave_and_the_rest_goes_on_from_the_same_place():
+    shared = model({1: 2.0, 2: 3.0, 3: 4.0})
+    rows = [Governor(3, shared) for _ in range(3)]
+    assert choose_together(rows, [900] * 3) == [0, 0, 0]
+    for _ in range(30):
+        for row in rows:
+            row.observe(0, 0, 0.01)
+    assert choose_together(rows[1:], [900] * 2) == [0, 0]
+    assert rows[1].plain_span() == rows[2].plain_span() == LONGEST_SPAN
+    assert f"re-probe in {HOPELESS_WAIT - 30} tokens" in rows[1].state == rows[2].state
+    assert plain_until_asked(rows[2]) == HOPELESS_WAIT - 30
+
+
+def test_a_reproducible_row_ignores_its_company():
+    shared = model({1: 1.1, 2: 1.2, 3: 1.3})
+    loud = [Governor(3, shared) for _ in range(2)]
+    mine = Governor(3, shared, reproducible=True)
+    mine.set_costs(shared.for_batch(3))
+    assert choose_together([*loud, mine], [50, 50, 50])[2] == Governor(3, shared, reproducible=True).choose(50)
+
+
+def test_nothing_is_logged_while_choosing(caplog):
+    with caplog.at_level(logging.DEBUG):
+        Governor(3).choose(10)
+    assert not caplog.records
