@@ -1,0 +1,166 @@
+"""Every error and finding code of core: what it means, where it is raised, which way out there is.
+
+A code has one meaning and never changes it; a new meaning gets a new code. Letters: U usage, L loading,
+C a checkpoint that contradicts itself, P a pair, G plugins, R a run that cannot go on, X exactness. Plugins
+keep a table of the same shape, `CODES`, in a module `codes` beside their plugin module, under two letters
+of their own. docs/errors.md is made from these tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Step = Literal["request", "settings", "files", "choose", "install", "author", "report", "none"]
+
+STEPS: dict[Step, str] = {
+    "request": "change the flag, field or prompt",
+    "settings": "change or unset the environment variable",
+    "files": "repair the files, or download them again",
+    "choose": "choose another target, drafter or kind",
+    "install": "install, update or uninstall a distribution",
+    "author": "correct the plugin or processor",
+    "report": "report it, with the message",
+    "none": "nothing has to be done",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """One row of a table.
+
+    Attributes:
+        code: stable identifier, e.g. "L03".
+        meaning: one line; what is wrong, whatever the occasion.
+        step: the kind of way out; the message itself names the exact one.
+        where: modules that raise it, relative to their package, without ".py".
+    """
+
+    code: str
+    meaning: str
+    step: Step
+    where: tuple[str, ...]
+
+
+def _table(*rows: tuple[str, str, Step, str]) -> tuple[Code, ...]:
+    """Rows (code, meaning, step, "module module ...") as codes."""
+    return tuple(Code(code, meaning, step, tuple(where.split())) for code, meaning, step, where in rows)
+
+
+CODES = _table(
+    ("E00", "An error raised without a code of its own", "report", "errors"),
+    # -- usage ------------------------------------------------------------------------------------------
+    ("U00", "A usage error raised without a code of its own", "request", "errors"),
+    ("U01", "A model name that is neither a directory nor a hub id", "request", "refs"),
+    ("U02", "A model name that leaves the model root", "request", "refs"),
+    ("U03", "An environment variable with a value that means nothing", "settings", "settings"),
+    ("U04", "No home directory and no cache folder named", "settings", "settings"),
+    ("U10", "An empty prompt", "request", "request"),
+    ("U11", "A prompt token that is no integer", "request", "request"),
+    ("U12", "A prompt token outside the vocabulary", "request", "request"),
+    ("U13", "A prompt that leaves no room in the context", "request", "request"),
+    ("U14", "A text prompt for a target without a tokenizer", "request", "api"),
+    ("U15", "A reply length that is no integer of at least 0", "request", "api"),
+    ("U17", "A message with a part that is no text", "request", "tokenizer"),
+    ("U18", "Messages the chat template does not accept", "request", "tokenizer"),
+    ("U20", "A sampling setting of the wrong type or out of range", "request", "sampling text"),
+    ("U21", "A drafter directory for a kind that needs none", "request", "loading"),
+    ("U22", "A kind that needs a drafter directory, and none given", "request", "loading"),
+    ("U23", "A kind that contradicts the drafter directory", "request", "loading"),
+    ("U24", "A directory no installed plugin knows as a drafter of that kind", "install", "loading"),
+    ("U25", "An unknown dtype", "request", "pair"),
+    ("U26", "An unknown drafter kind", "request", "loading"),
+    ("U27", "A number of K/V bits other than 4 and 8", "request", "state/quantised"),
+    ("U28", "A K/V group size that MLX does not have", "request", "state/quantised"),
+    ("U30", "No target given, and no plugin that ships a demo pair", "request", "cli/options"),
+    ("U31", "Several prompts where one is wanted", "request", "cli/generate"),
+    ("U33", "A prompt file that cannot be read", "request", "cli/generate"),
+    ("U34", "Prompt ids that are no list of integers", "request", "cli/generate"),
+    ("U35", "No prompt", "request", "cli/generate"),
+    ("U40", "A probe of a pair that has no drafter in use", "request", "cli/probe"),
+    ("U60", "A plugin name that is misspelt or taken", "request", "scaffold/__init__"),
+    ("U61", "A folder for a new plugin that is there already", "request", "scaffold/__init__"),
+    ("U62", "A folder for a new plugin that cannot be written", "request", "scaffold/__init__"),
+    ("U70", "A block size or draft length that is no whole number in range", "request", "width"),
+    ("U71", "A block size wider than the drafter can run", "request", "width"),
+    ("U72", "A --spec-config that is no JSON object", "request", "spec_config"),
+    ("U73", "An unknown key in --spec-config", "request", "spec_config"),
+    ("U74", "One thing said twice, by two keys or by a key and a flag", "request", "spec_config"),
+    ("U75", "Block size and draft length that contradict each other", "request", "spec_config"),
+    ("U76", "Match lengths of prompt-lookup that cannot be used", "request", "lookup spec_config"),
+    ("U77", "A key of --spec-config with a value of the wrong type or out of range", "request", "spec_config"),
+    ("U80", "A prompt file of the benchmark that cannot be used", "request", "benchmark/workloads"),
+    ("U81", "A benchmark on a target without a tokenizer", "files", "benchmark/method"),
+    ("U82", "A benchmark whose replies do not fit in the context", "request", "benchmark/method"),
+    ("U83", "An output folder that cannot be written", "request", "benchmark/report"),
+    ("U84", "Arms of a benchmark that are unknown, repeated or too few", "request", "cli/bench"),
+    ("U90", "An option the writer of a tiny checkpoint does not know", "request", "testing/tiny testing/families"),
+    ("U91", "A family nobody installed writes tiny checkpoints of", "install", "testing/families"),
+    ("U92", "A command line of the conformance kit that cannot be used", "request", "testing/__main__"),
+    # -- loading ----------------------------------------------------------------------------------------
+    ("L00", "A load error raised without a code of its own", "files", "errors"),
+    ("L01", "A path that is no readable model directory", "request", "refs checkpoint"),
+    ("L02", "A hub model that is not here and cannot be fetched", "request", "refs"),
+    ("L03", "A file the system will not let us read", "files", "tensorfiles"),
+    ("L04", "A JSON file, config.json above all, that is missing, damaged or has a bad key", "files",
+     "checkpoint generic_target tensorfiles"),
+    ("L05", "A directory of another kind than is needed here", "choose", "checkpoint identify loading"),
+    ("L06", "A model_type nobody installed can build", "install", "checkpoint"),
+    ("L07", "A target that cannot be taken apart as this drafter needs it", "choose", "generic_target"),
+    ("L08", "A model class that fails on these files", "files", "checkpoint generic_target"),
+    ("L10", "A directory without safetensors weights", "files", "tensorfiles"),
+    ("L11", "A weight file that is missing", "files", "tensorfiles"),
+    ("L12", "An index that is damaged or does not match its shards", "files", "tensorfiles"),
+    ("L13", "A tensor that occurs in two files", "files", "tensorfiles"),
+    ("L14", "Several weight files and nothing that says which ones count", "files", "tensorfiles"),
+    ("L15", "A weight file that is cut short or too long", "files", "tensorfiles"),
+    ("L16", "A weight file that is damaged or no safetensors file", "files", "tensorfiles"),
+    ("L17", "Tensors that are missing", "files", "checkpoint tensorfiles"),
+    ("L18", "Weights that hold NaN or infinity", "files", "tensorfiles"),
+    ("L19", "Tensors the model does not have, or of another shape", "files", "checkpoint"),
+    ("L20", "A checkpoint asked to draft for itself that carries no head", "choose", "errors loading"),
+    ("L21", "A plugin claimed a directory and then did not load it", "report", "loading"),
+    ("L30", "A layer whose cache cannot be rolled back", "choose", "state/group"),
+    ("L31", "A saved state that is missing, damaged or of another format", "files", "state/files"),
+    ("L32", "A saved state of a kind no installed plugin registered", "install", "state/registry"),
+    ("L33", "A K/V group size that does not divide the head size", "request", "state/quantised"),
+    ("L40", "Tokenizer files that cannot be loaded", "files", "tokenizer"),
+    # -- a checkpoint that contradicts itself -------------------------------------------------------------
+    ("C01", "A head that config.json promises and no tensor makes", "choose", "heads"),
+    ("C02", "Head tensors that config.json does not mention", "files", "heads"),
+    ("C03", "A head that is not whole", "files", "heads"),
+    ("C04", "Sizes in config.json that are not those of the tensors", "files", "heads"),
+    ("C05", "Quantisation in config.json or in the tensors, not in both", "files", "heads"),
+    ("C06", "A tokenizer with more tokens than the model", "files", "inspection"),
+    ("C07", "End ids outside the vocabulary", "files", "inspection"),
+    # -- pairs ------------------------------------------------------------------------------------------
+    ("P00", "A pair refused without a code of its own", "choose", "errors"),
+    ("P20", "A full-model drafter that is no complete language model", "choose", "full_model_checks"),
+    ("P21", "A side of a full-model pair that declares no vocab_size", "files", "full_model_checks"),
+    ("P22", "A full-model drafter with a larger vocabulary than its target", "choose", "full_model_checks"),
+    ("P23", "A full-model drafter whose caches cannot be rolled back", "choose", "full_model_checks"),
+    ("P24", "A side of a full-model pair without a tokenizer to compare", "none", "full_model_checks"),
+    ("P25", "Token ids that mean other tokens on the two sides", "choose", "full_model_checks"),
+    ("P26", "A full-model drafter with a shorter context than its target", "none", "full_model_checks"),
+    # -- plugins ----------------------------------------------------------------------------------------
+    ("G00", "A plugin error raised without a code of its own", "report", "errors"),
+    ("G01", "An entry-point name that is taken", "install", "discovery plugins"),
+    ("G02", "A name in MLX_SPEC_PLUGINS that nothing installed provides", "install", "discovery"),
+    ("G03", "A claim of spec_register that makes no sense", "author", "registry"),
+    ("G04", "A model_type, kind or directory claimed by two distributions", "install", "registry"),
+    ("G05", "A detect function that failed", "report", "registry"),
+    ("G06", "A hook call for a plugin that is not loaded", "install", "plugins"),
+    ("G07", "A plugin that cannot be loaded, or was written for another hook API", "author", "plugins"),
+    ("G08", "A command name that is taken", "author", "cli/__init__"),
+    ("G09", "A state name that two classes claim", "author", "state/registry"),
+    ("G10", "A state class that was never registered", "author", "state/registry"),
+    ("G11", "A writer of tiny checkpoints that cannot be imported", "author", "testing/families"),
+    # -- a run that cannot go on --------------------------------------------------------------------------
+    ("R00", "A request error raised without a code of its own", "report", "errors"),
+    ("R01", "Layers of one model that disagree about their lengths", "report", "state/group"),
+    ("R10", "A reply that ended in an error", "report", "cli/generate"),
+    ("R30", "A benchmark that is void, or whose arms reply differently", "report", "cli/bench"),
+    ("R31", "A benchmark of drafting on a pair that does not draft", "choose", "cli/bench"),
+    # -- exactness --------------------------------------------------------------------------------------
+    ("X00", "An exactness level that is not reached", "choose", "errors"),
+)  # fmt: skip

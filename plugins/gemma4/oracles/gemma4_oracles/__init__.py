@@ -1,0 +1,1 @@
+"""Independent implementations to hold the Gemma 4 plugin against; see ../check.py."""
