@@ -126,7 +126,7 @@ def test_rows_have_counts_of_their_own():
     assert draft.tokens[0].tolist() == [3, 4, 1, 0, 0]
     assert draft.tokens[2].tolist() == [1, 2, 1, 2, 1]
     assert draft.probs is None and draft.confidence is None
-    assert drafter.explain(lane.draft_state)[1].startswith("the last 2 tokens")
+    assert lane.draft_state.rows[1].reason.startswith("the last 2 tokens")
 
 
 def test_nothing_to_say_is_an_empty_draft():

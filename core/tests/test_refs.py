@@ -129,7 +129,7 @@ def test_not_cached_is_downloaded(model, fake_hub):
 
 
 def test_not_cached_without_download(fake_hub):
-    with pytest.raises(LoadError, match="neither a directory nor a downloaded model.*spec pull owner/name"):
+    with pytest.raises(LoadError, match="neither a directory nor a downloaded model.*hf download owner/name"):
         refs.resolve("owner/name", download=False)
     assert [asked[2] for asked in fake_hub.asked] == [True]
 

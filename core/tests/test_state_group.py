@@ -318,3 +318,12 @@ def test_a_quantised_view_says_how_to_read_it():
 
 def test_every_kind_is_a_state():
     assert all(isinstance(s, State) for s in kinds())
+
+
+@pytest.mark.parametrize("size", [0, 16, 48, 256])
+def test_a_group_size_mlx_does_not_have_is_refused(size):
+    from mlx_spec.errors import UsageError
+    from mlx_spec.state import QuantisedKVState
+
+    with pytest.raises(UsageError, match=f"found {size}, expected 32 or 64 or 128"):
+        QuantisedKVState(8, size)

@@ -21,6 +21,8 @@ def spec_register(register: Register) -> None:
     """Claim the drafter kinds that work with every target."""
     register.drafter("full-model")
     register.drafter("prompt-lookup")
+    register.tiny("llama", "mlx_spec.testing.tiny:write_llama")
+    register.tiny("gemma3", "mlx_spec.testing.tiny:write_gemma3")
 
 
 @hookimpl(trylast=True)

@@ -68,10 +68,10 @@ def _vocabulary(target: ModelRef, drafter: ModelRef) -> Iterator[Finding]:
             yield Finding(
                 "P21",
                 "error",
-                f"config.json of {ref.name}",
+                f"config.json of {ref.name} (model_type {ref.model_type!r})",
                 "no vocab_size",
                 "vocab_size, to know that ids of both models mean the same",
-                "Add the key from the original model, or download config.json again",
+                "Add the key from the original model; for a drafter head, install the plugin that brings its model_type",
             )
     if mine is not None and theirs is not None and mine > theirs:
         yield Finding(

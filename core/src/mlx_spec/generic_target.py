@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from .checkpoint import check_finite, load_mlx_lm
 from .errors import LoadError, RefusedError, SpecError
@@ -40,11 +40,19 @@ class GenericTarget(Target):
         self.capabilities = self._read_capabilities()
 
     @classmethod
-    def load(cls, ref: ModelRef, config: Mapping[str, object] | None = None) -> GenericTarget:
-        """Load `ref` with mlx-lm; LoadError for bad files, NaN weights, a cache that cannot roll back."""
+    def load(
+        cls,
+        ref: ModelRef,
+        config: Mapping[str, object] | None = None,
+        get_model_classes: Callable[..., tuple[type, type]] | None = None,
+    ) -> Self:
+        """Load `ref` with mlx-lm; LoadError for bad files, NaN weights, a cache that cannot roll back.
+
+        get_model_classes: as in mlx_lm.utils.load_model, for a model_type mlx-lm builds from another one's module.
+        """
         from mlx.utils import tree_flatten
 
-        model, used = load_mlx_lm(ref)
+        model, used = load_mlx_lm(ref, get_model_classes)
         target = cls(ref, used, model)
         check_finite(dict(tree_flatten(model.parameters())), f"weights of {ref.name}")
         return target

@@ -118,7 +118,8 @@ class Pilot:
         if gain < 1.0 and crew.top == self.kmax:
             self._park(k, gain)
             return 0
-        self._last = (k, gain)
+        if crew.top == self.kmax:  # the end of a reply leaves no room for a choice worth reporting
+            self._last = (k, gain)
         self._asked = k if gain >= 1.0 else 0
         return self._asked
 

@@ -110,7 +110,7 @@ def _from_hub(text: str, path: Path, download: bool) -> Path:
             f"model {text}",
             found="neither a directory nor a downloaded model",
             expected=_EXPECTED + " that is on this machine",
-            next_step=f"Download it with `spec pull {text}`",
+            next_step=f"Download it with `hf download {text}`",
             code="L02",
         )
     return _download(repo, revision or None)

@@ -169,7 +169,7 @@ class Tokenizer:
                 found=f"a chat template error: {error}",
                 expected="messages that this model's template accepts",
                 next_step="Change roles or contents, or pass --no-chat-template",
-                code="U16",
+                code="U18",
             ) from error
         return Prompt(self.encode(text, add_special_tokens=False), text)
 
@@ -179,7 +179,7 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise UsageError(
             f"message {index}", found=repr(message)[:80], expected="an object with role and content",
-            next_step="Correct the message", code="U16",
+            next_step="Correct the message", code="U18",
         )  # fmt: skip
     content = message.get("content")
     if content is None or isinstance(content, str):

@@ -42,12 +42,12 @@ class Capabilities:
 
     batch: bool = True  # more than one row per lane
     sampling: bool = True  # can name the distribution it drafts from (drafter) / be sampled (target)
-    tree: bool = False
+    tree: bool = False  # drafts may branch; reserved, the engine verifies chains
     quantised_kv: bool = True  # works over (target) or reads (drafter) a quantised K/V state
-    media: bool = False
-    recurrent: bool = False
-    conv: bool = False
-    window: bool = False
+    media: bool = False  # takes images, audio or video; reserved, the engine serves text
+    recurrent: bool = False  # holds a recurrent state
+    conv: bool = False  # holds short-convolution windows
+    window: bool = False  # holds sliding-window K/V
     history: Literal["none", "last", "all"] = "none"  # committed rows' taps a drafter must see
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from .view import KVView
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -71,6 +73,10 @@ class State(ABC):
     @abstractmethod
     def from_tensors(cls, tensors: Mapping[str, mx.array], meta: Mapping[str, Any]) -> State:
         """Inverse of `to_tensors`."""
+
+    def view(self) -> KVView:
+        """Stored K/V for a drafter that reads them; states without K/V raise TypeError."""
+        raise TypeError(f"{type(self).__name__} holds no K/V to view")
 
     # -- what mlx-lm's modules ask of a cache ----------------------------------------------------------
 

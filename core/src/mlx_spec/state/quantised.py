@@ -14,6 +14,7 @@ from .view import KVView
 from .window import ALIGN, WindowState
 
 BITS = (4, 8)
+GROUP_SIZES = (32, 64, 128)
 
 
 class _Quantised(KVState):
@@ -33,6 +34,14 @@ class _Quantised(KVState):
         if bits not in BITS:
             raise UsageError(
                 "KV bits", found=bits, expected=" or ".join(map(str, BITS)), next_step="Choose one of them", code="U27"
+            )
+        if group_size not in GROUP_SIZES:
+            raise UsageError(
+                "KV group size",
+                found=group_size,
+                expected=" or ".join(map(str, GROUP_SIZES)),
+                next_step="Choose one of them",
+                code="U28",
             )
         self.bits, self.group_size = bits, group_size
 

@@ -1,0 +1,366 @@
+"""Advance one lane by one round: choose K per row, run it plainly or speculatively, commit, emit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from . import diagnostics
+from .emit import Emission, settle_row
+from .errors import RequestError
+from .governor import FixedGovernor, Governor, choose_together
+from .judge import Judge
+from .membership import join_lanes, leave_lane, single_lane
+from .plain import PlainRun
+from .request import Event, Request, Result, Row
+from .rounds import Clock, DraftFault, RoundHooks, commit, propose, settle, verify
+from .types import RoundRecord
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from .accept import RowResult
+    from .lane import Lane
+    from .pair import Pair
+    from .prefill import Prefill
+    from .types import Draft
+
+log = logging.getLogger("mlx_spec.engine")
+FAULT_LIMIT = 8  # faults in a row after which a drafter is left alone for the rest of a request
+
+
+class Advancer:
+    """The rows of one lane and everything that moves them forward."""
+
+    def __init__(self, pair: Pair):
+        self.pair = pair
+        self.rows: list[Row] = []
+        self.lane: Lane | None = None
+        self.hooks = bind_hooks(pair)
+        self.judge = Judge(pair.target.vocab_size, pair.token_limit, diagnostics.gaps_logged())
+        self.clock = Clock(sync=diagnostics.profiling())
+        self._plain: PlainRun | None = None
+        self._arrivals: list[Prefill] = []
+        self._faults = 0
+        self._empty = 0  # proposes in a row that drafted nothing
+        self._reported: set[str] = set()
+        self._fresh_company = True  # timings of the first round after a change say nothing about K
+        self._span_started = 0.0
+        self._cleared = 0
+
+    # -- rows -------------------------------------------------------------------------------------------
+
+    def new_row(self, request: Request) -> Row:
+        """A row for `request`, with its own governor, stops and text stream."""
+        from .text import TextStream
+
+        pair = self.pair
+        sampling = request.sampling
+        ends = frozenset() if request.ignore_eos else pair.end_ids
+        stops = ends | frozenset(sampling.stop_ids)
+        text = None if pair.tokenizer is None else TextStream(pair.tokenizer, sampling.stop, stops, sampling.min_tokens)
+        if text is not None:
+            stops |= text.stop_ids
+        room = pair.target.context - len(request.prompt)
+        row = Row(request, self._governor(request), text, stops, max(0, min(request.max_tokens, room)))
+        self._describe(row)
+        return row
+
+    def _governor(self, request: Request) -> FixedGovernor | Governor | None:
+        from .settings import get_settings
+
+        plan = self.pair.plan
+        if not (plan.active and request.speculative):
+            return None
+        width = plan.block_size if request.block_size is None else min(plan.block_size, request.block_size)
+        if width < 2:
+            return None
+        if not (request.adaptive and get_settings().governor):
+            return FixedGovernor(width - 1)
+        return Governor(width - 1, self.pair.costs)
+
+    def _describe(self, row: Row) -> None:
+        plan, report = self.pair.plan, row.report
+        report.requested = plan.requested
+        report.method = plan.requested if row.governor is not None else "none"
+        report.active = row.governor is not None
+        report.block_size = plan.block_size if row.governor is not None else 1
+        report.block_size_from = plan.block_size_from
+        report.exactness = plan.level
+        row.timings.draft_kind = report.method
+        report.reason = plan.reason if row.governor is not None or not plan.active else "the request turned drafting off"
+
+    def join(self, work: Prefill) -> None:
+        """Take a prefilled row in, between rounds."""
+        if work.row.remaining <= 0:
+            work.row.finish_reason = "length"
+        self._arrivals.append(work)
+        self.rows.append(work.row)
+        if self._plain is not None:
+            self._plain.stop()
+
+    def drop_all(self) -> list[Row]:
+        """Forget the lane (after an error of the target); returns the rows that were in it."""
+        rows, self.rows, self.lane, self._plain, self._arrivals = self.rows, [], None, None, []
+        return rows
+
+    # -- one step ---------------------------------------------------------------------------------------
+
+    def step(self, more_waiting: bool = False) -> list[tuple[Row, Event]]:
+        """One plain step or one round for every row; returns what each row may now show."""
+        if self._plain is None:
+            self._change_company()
+        gone = self._leave_finished()
+        if gone or self.lane is None:
+            return gone
+        rows = self._lane_rows()
+        if self._plain is None:
+            budget = self._budget(rows)
+            if any(budget):
+                return self._round(rows, budget)
+            self._start_plain(rows, more_waiting)
+        return self._plain_step(rows)
+
+    def _lane_rows(self) -> list[Row]:
+        return self.rows[: self.lane.size] if self.lane is not None else []
+
+    def _change_company(self) -> None:
+        if self._arrivals:
+            present = [self.lane] if self.lane is not None else []
+            self.lane = join_lanes([*present, *(single_lane(self.pair, work) for work in self._arrivals)])
+            self._arrivals, self._fresh_company = [], True
+        if self.pair.costs is not None and self.lane is not None:
+            for row in self._lane_rows():
+                if row.governor is not None:
+                    row.governor.set_costs(self.pair.costs.for_batch(self.lane.size))
+
+    def _leave_finished(self) -> list[tuple[Row, Event]]:
+        """Rows that are finished before a round (cancelled, nothing to generate) leave with a last event."""
+        if self._plain is not None or self.lane is None:
+            return []
+        done = [i for i, row in enumerate(self._lane_rows()) if row.finished]
+        if not done:
+            return []
+        gone = [self.rows[i] for i in done]
+        self._remove(done)
+        return [(row, row.last_event()) for row in gone]
+
+    def _remove(self, done: Sequence[int]) -> None:
+        if self.lane is None or not done:
+            return
+        stay = [i for i in range(self.lane.size) if i not in done]
+        self.lane = leave_lane(self.lane, stay)
+        self.rows = [row for i, row in enumerate(self.rows) if i not in done]
+        self._fresh_company = True
+
+    def _budget(self, rows: Sequence[Row]) -> list[int]:
+        """K per row: what its governor wants, within what is left of the reply."""
+        drafter = self.pair.drafter
+        if drafter is None or not self.pair.plan.active:
+            return [0] * len(rows)
+        if len(rows) > 1 and not drafter.capabilities.batch:
+            for row in rows:
+                row.note_fallback(f"{drafter.kind} drafter serves one request at a time: plain decoding in company")
+            return [0] * len(rows)
+        governors = [row.governor if row.drafting else None for row in rows]
+        return choose_together(governors, [max(0, row.remaining - 1) for row in rows])
+
+    # -- plain ------------------------------------------------------------------------------------------
+
+    def _start_plain(self, rows: Sequence[Row], more_waiting: bool) -> None:
+        spans = [row.governor.plain_span() for row in rows if row.governor is not None and row.drafting]
+        steps = min([*spans, max(row.remaining for row in rows)])
+        if self.lane is None:
+            raise RuntimeError("plain step without a lane")
+        self._plain = PlainRun(self.lane, self.hooks, rows, self.judge, max(1, steps))
+        self._span_started = time.perf_counter()
+
+    def _plain_step(self, rows: Sequence[Row]) -> list[tuple[Row, Event]]:
+        run, lane = self._plain, self.lane
+        if run is None or lane is None:
+            raise RuntimeError("plain step without a run")
+        results, taps = run.next()
+        now = time.perf_counter()
+        seconds, self._span_started = now - self._span_started, now
+        first, self._fresh_company = self._fresh_company, False
+        out: list[tuple[Row, Event]] = []
+        keep, tokens = [1] * len(rows), []
+        for row, result in zip(rows, results, strict=True):
+            if row.finished:  # what it would have said is only needed to keep the lane's bookkeeping whole
+                tokens.append(result.tokens[:1] or [0])
+                continue
+            emission = self._settle(row, result, 0)
+            row.timings.plain_steps += 1
+            if row.governor is not None:
+                row.governor.observe(0, 0, None if first else seconds)
+            tokens.append(list(emission.tokens))
+            out.append((row, emission.event))
+        self._commit_plain(lane, rows, keep, tokens, taps, run)
+        if any(row.finished for row in rows):
+            run.stop()
+        if run.done or len(rows) == sum(row.finished for row in rows):
+            self._plain = None
+            out += [(row, row.last_event()) for row in rows if row.finished and not row.announced]  # cancelled
+            self._remove([i for i, row in enumerate(rows) if row.finished])
+        self._housekeep(len(out))
+        return out
+
+    def _commit_plain(
+        self,
+        lane: Lane,
+        rows: Sequence[Row],
+        keep: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        taps: dict[str, mx.array],
+        run: PlainRun,
+    ) -> None:
+        ahead = lane.anchors if run.in_flight else None
+        # nobody will ask for the taps of rows that have all stopped drafting
+        commit(lane, keep, tokens, taps if any(row.drafting for row in rows) else {})
+        for i, row in enumerate(rows):
+            if row.finished and lane.tokens[i] is row.tokens:
+                lane.tokens[i] = list(row.tokens)  # steps still in flight must not grow a finished reply
+        if ahead is not None:
+            lane.anchors = ahead
+
+    # -- speculative ------------------------------------------------------------------------------------
+
+    def _round(self, rows: Sequence[Row], budget: Sequence[int]) -> list[tuple[Row, Event]]:
+        lane, clock = self.lane, self.clock
+        if lane is None:
+            raise RuntimeError("round without a lane")
+        started = time.perf_counter()
+        clock.start()
+        try:
+            draft = propose(lane, self.hooks, budget, self.judge.drawer(rows, lane))
+        except DraftFault as fault:
+            return self._faulty(rows, str(fault))
+        clock.lap("propose", draft.tokens)
+        self._faults = 0
+        if not any(draft.counts or ()):
+            return self._nothing_drafted(rows)
+        self._empty = 0
+        outcome = verify(lane, self.hooks, rows, draft, self.judge, clock)
+        emissions = [self._settle(row, r, n) for row, r, n in zip(rows, outcome.rows, draft.counts or (), strict=True)]
+        keep = [max(1, len(e.tokens)) for e in emissions]
+        settle(lane, self.hooks, keep, clock)
+        commit(lane, keep, [list(e.tokens) or [0] for e in emissions], outcome.taps)
+        self._rollback_drafter(lane, keep)
+        clock.lap("commit")
+        self._observe(rows, outcome.rows, draft, emissions, time.perf_counter() - started)
+        out = [(row, e.event) for row, e in zip(rows, emissions, strict=True)]
+        self._remove([i for i, row in enumerate(rows) if row.finished])
+        self._housekeep(sum(len(e.tokens) for e in emissions))
+        clock.lap("emit")
+        return out
+
+    def _observe(
+        self,
+        rows: Sequence[Row],
+        results: Sequence[RowResult],
+        draft: Draft,
+        emissions: Sequence[Emission],
+        seconds: float,
+    ) -> None:
+        first, self._fresh_company = self._fresh_company, False
+        widest = max(draft.counts or [0])
+        for row, result, emission, count in zip(rows, results, emissions, draft.counts or (), strict=True):
+            accepted = min(result.accepted, len(emission.tokens))
+            row.count_round(RoundRecord(tuple(result.draft_ids), accepted, emission.tokens, count + 1))
+            if row.governor is not None:
+                row.governor.observe(count, result.accepted, None if first else seconds, width=widest)
+            if result.draft_fault:
+                self._report(f"draft fault: {result.draft_fault}", rows)
+
+    def _rollback_drafter(self, lane: Lane, keep: Sequence[int]) -> None:
+        try:
+            self.hooks.rollback(lane=lane, side="drafter", keep=keep)
+        except Exception as exc:  # foreign code: costs acceptance only
+            log.debug("drafter rollback raised", exc_info=True)
+            self._report(f"drafter rollback raised {type(exc).__name__}: {exc}", self._lane_rows())
+            self._stop_drafting(self._lane_rows(), "the drafter could not roll back")
+
+    def _faulty(self, rows: Sequence[Row], reason: str) -> list[tuple[Row, Event]]:
+        self._faults += 1
+        self._report(reason, rows)
+        if self._faults >= FAULT_LIMIT:
+            self._stop_drafting(rows, f"{self._faults} drafter faults in a row")
+        if self.lane is not None:
+            self._rollback_drafter(self.lane, [1] * self.lane.size)
+        return self._single(rows)
+
+    def _nothing_drafted(self, rows: Sequence[Row]) -> list[tuple[Row, Event]]:
+        """A few pipelined steps before asking again: the more often nothing came, the more, up to four."""
+        self._empty = min(self._empty + 1, 4)
+        drafter, lane = self.pair.drafter, self.lane
+        if drafter is not None and lane is not None and lane.draft_state is not None:
+            for row, reason in zip(rows, drafter.explain(lane.draft_state), strict=True):
+                if reason:
+                    row.note_fallback(reason)
+        return self._single(rows, min(self._empty, max(row.remaining for row in rows)))
+
+    def _single(self, rows: Sequence[Row], steps: int = 1) -> list[tuple[Row, Event]]:
+        if self.lane is None:
+            raise RuntimeError("plain step without a lane")
+        self._plain = PlainRun(self.lane, self.hooks, rows, self.judge, steps)
+        self._span_started = time.perf_counter()
+        return self._plain_step(rows)
+
+    def _stop_drafting(self, rows: Sequence[Row], reason: str) -> None:
+        for row in rows:
+            row.stop_drafting(reason)
+
+    def _report(self, reason: str, rows: Sequence[Row]) -> None:
+        for row in rows:
+            row.note_fallback(reason)
+        if reason not in self._reported:
+            self._reported.add(reason)
+            log.warning("%s: the reply goes on without these drafts", reason)
+
+    # -- shared -----------------------------------------------------------------------------------------
+
+    def _settle(self, row: Row, result: RowResult, drafted: int) -> Emission:
+        if row.started is None:
+            row.started = time.perf_counter()
+        emission = settle_row(row, result)
+        row.timings.predicted_ms = (time.perf_counter() - row.started) * 1e3
+        return emission
+
+    def _housekeep(self, tokens: int) -> None:
+        """Release freed buffers every 256 tokens, however many tokens a round commits."""
+        import mlx.core as mx
+
+        self._cleared += tokens
+        if self._cleared >= 256:
+            self._cleared %= 256
+            mx.clear_cache()
+
+    def diagnose(self, row: Row, result: Result) -> None:
+        """The one line per request, and learned costs to disk."""
+        diagnostics.request_line(row, result, self.clock)
+        if row.governor is not None:
+            row.governor.finish()
+        if self.pair.costs is not None:
+            self.pair.costs.save()
+
+
+def bind_hooks(pair: Pair) -> RoundHooks:
+    """The three round hooks, each bound once to its owner and core's defaults."""
+    from .plugins import get_manager
+
+    manager = get_manager()
+    drafts = manager.owner_call("spec_propose", pair.drafter_owner)
+    checks = manager.owner_call("spec_verify", pair.owner)
+    target_back = manager.owner_call("spec_rollback", pair.owner)
+    drafter_back = manager.owner_call("spec_rollback", pair.drafter_owner)
+
+    def rollback(lane: Lane, side: str, keep: Sequence[int]) -> object:
+        call = target_back if side == "target" else drafter_back
+        return call(lane=lane, side=side, keep=keep)
+
+    return RoundHooks(drafts, checks, rollback)
+
+
+__all__ = ["Advancer", "RequestError", "bind_hooks"]

@@ -1,0 +1,234 @@
+"""`spec generate`: stream a reply, then say what speculation did for it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import RefusedError, UsageError
+from .options import PairOptions, load_pair, pair_options, read_pair_options
+from .output import note, print_json, progress
+
+if TYPE_CHECKING:
+    from ..pair import Pair
+    from ..request import Result
+    from ..sampling import Sampling
+
+DEMO_PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self, items=()):\n'
+
+
+@click.command("generate")
+@pair_options
+@click.option("-p", "--prompt", help="Prompt text; - reads standard input.")
+@click.option("--prompt-file", type=click.Path(dir_okay=False), help="Read the prompt from a file.")
+@click.option("--prompt-ids", help="Token ids, comma-separated or a JSON list.")
+@click.option("-n", "--max-tokens", type=click.IntRange(0), default=256, show_default=True, help="Longest reply.")
+@click.option("--temp", "temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True)
+@click.option("--min-p", type=float, default=0.0, show_default=True)
+@click.option("--seed", type=int, help="Makes sampling repeatable; selects --acceptance coupled.")
+@click.option("--acceptance", type=click.Choice(["rejection", "coupled"]), help="Law under sampling.")
+@click.option("--repetition-penalty", type=float)
+@click.option("--presence-penalty", type=float)
+@click.option("--frequency-penalty", type=float)
+@click.option("--min-tokens", type=int, default=0, help="No end or stop before this many reply tokens.")
+@click.option("--stop", multiple=True, help="Stop string; may be given several times.")
+@click.option("--logprobs", type=int, help="Log-probabilities with this many alternatives (--json).")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the model's end ids.")
+@click.option("--fixed", is_flag=True, help="Always draft the full width (no governor).")
+@click.option("--no-chat-template", is_flag=True, help="Use the prompt as it is.")
+@click.option("--compare/--no-compare", default=None, help="Also decode plainly and compare tokens and speed. Default: only for the demo pair.")
+@click.option("--profile", is_flag=True, help="Time of every phase of a round (each phase then waits for its result).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+def command(**values: Any) -> None:
+    """Generate text with TARGET, drafted ahead by its drafter; the tokens are the target's own."""
+    chosen = read_pair_options(values)
+    text = read_prompt(values, chosen.demo)
+    sampling = _sampling(values, chosen)
+    if chosen.demo:
+        note(f"no -m given: using the bundled demo pair ({chosen.target})")
+    with progress("loading and probing"):
+        pair = load_pair(values, chosen)
+    note(pair.plan.line())
+    for line in pair.plan.notes:
+        note(f"note: {line}")
+    prompt = encode_prompt(pair, values, text)
+    if values["profile"]:
+        from ..diagnostics import force_profiling
+
+        force_profiling()
+    adaptive = not values["fixed"] and chosen.adaptive is not False
+    compare = values["compare"] if values["compare"] is not None else chosen.demo
+    if compare:
+        _warm_up(pair, prompt)
+    result = _run(pair, prompt, sampling, values, adaptive)
+    plain = _plain(pair, prompt, sampling, values, result) if compare else None
+    _report(pair, result, plain, values)
+    if result.finish_reason == "error":
+        raise RefusedError("reply", found=result.error, expected="a complete reply", next_step="See the message above", code="R10")
+
+
+def read_prompt(values: dict[str, Any], demo: bool) -> str | list[int]:
+    """The one prompt source that was given; the demo has a prompt of its own."""
+    given = [name for name in ("prompt", "prompt_file", "prompt_ids") if values.get(name) is not None]
+    if len(given) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in given)
+        raise UsageError("prompt", found=f"{flags} together", expected="one of them", next_step="Drop one", code="U31")
+    if not given:
+        if demo:
+            return DEMO_PROMPT
+        raise UsageError(
+            "prompt", found="none", expected="-p, --prompt-file or --prompt-ids", next_step="Give one of them", code="U35"
+        )
+    if given == ["prompt_ids"]:
+        return _parse_ids(values["prompt_ids"])
+    if given == ["prompt_file"]:
+        return _read_file(values["prompt_file"])
+    return sys.stdin.read() if values["prompt"] == "-" else values["prompt"]
+
+
+def _read_file(name: str) -> str:
+    try:
+        with open(name, encoding="utf-8") as handle:
+            return handle.read()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise UsageError(
+            f"--prompt-file {name}",
+            found=str(exc),
+            expected="a readable UTF-8 text file",
+            next_step="Check the path and the encoding",
+            code="U33",
+        ) from exc
+
+
+def _parse_ids(text: str) -> list[int]:
+    import json
+
+    try:
+        ids = json.loads(text) if text.strip().startswith("[") else [int(part) for part in text.split(",") if part.strip()]
+    except ValueError as exc:
+        raise UsageError(
+            "--prompt-ids", found=text[:60], expected="integers, comma-separated or a JSON list", next_step="Correct them", code="U34"
+        ) from exc
+    return ids
+
+
+def encode_prompt(pair: Pair, values: dict[str, Any], prompt: str | list[int]) -> list[int]:
+    """Token ids of the prompt, through the chat template unless it is turned off."""
+    from ..api import encode
+
+    if not isinstance(prompt, str) or pair.tokenizer is None:
+        return encode(pair, prompt)
+    made = pair.tokenizer.prompt(prompt, template=not values.get("no_chat_template"))
+    if made.note:
+        note(f"note: {made.note}")
+    return made.ids
+
+
+def _sampling(values: dict[str, Any], chosen: PairOptions) -> Sampling:
+    from ..sampling import Sampling
+
+    names = (
+        "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "min_tokens", "logprobs",
+    )  # fmt: skip
+    given = {name: values[name] for name in names if values.get(name) is not None}
+    acceptance = values.get("acceptance") or chosen.acceptance
+    return Sampling(**given, acceptance=acceptance, stop=tuple(values["stop"]))
+
+
+def _run(pair: Pair, prompt: list[int], sampling: Sampling, values: dict[str, Any], adaptive: bool) -> Result:
+    from ..engine import Engine
+    from ..request import Request
+
+    request = Request(
+        prompt,
+        sampling,
+        values["max_tokens"],
+        ignore_eos=values["ignore_eos"],
+        adaptive=adaptive,
+    )
+    handle = Engine(pair, max_rows=1).submit(request)
+    for event in handle:
+        if not values["as_json"] and event.text:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+    if not values["as_json"]:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return handle.result()
+
+
+def _warm_up(pair: Pair, prompt: list[int]) -> None:
+    """Run both paths briefly, so that the comparison times neither kernel building nor first touches."""
+    from ..api import generate
+
+    for speculative in (False, True):
+        generate(pair, prompt, None, 8, ignore_eos=True, adaptive=False, speculative=speculative)
+
+
+def _plain(pair: Pair, prompt: list[int], sampling: Sampling, values: dict[str, Any], done: Result) -> Result:
+    """The same reply decoded plainly in the same process, for its speed and its tokens."""
+    from ..api import generate
+
+    if not values["as_json"]:
+        note("decoding the same reply plainly, to compare ...")
+    return generate(pair, prompt, sampling, len(done.token_ids), ignore_eos=True, speculative=False)
+
+
+def _report(pair: Pair, result: Result, plain: Result | None, values: dict[str, Any]) -> None:
+    verdict = _verdict(result, plain)
+    if values["as_json"]:
+        out = result.as_dict()
+        if plain is not None:
+            out["plain"] = {"predicted_per_second": plain.timings.predicted_per_second, "token_ids_equal": verdict[0]}
+        print_json(out)
+        return
+    for line in summary(pair, result, plain, verdict[1]):
+        note(line)
+
+
+def _verdict(result: Result, plain: Result | None) -> tuple[bool | None, str]:
+    if plain is None:
+        return None, "not compared in this run (--compare does)"
+    if result.speculation.law == "rejection" and result.speculation.active:
+        return None, "rejection keeps the distribution, not the tokens: nothing to compare one to one"
+    equal = result.token_ids == plain.token_ids
+    if equal:
+        return True, f"all {len(result.token_ids)} token ids equal plain decoding"
+    at = next(
+        (i for i, (a, b) in enumerate(zip(result.token_ids, plain.token_ids, strict=False)) if a != b),
+        min(len(result.token_ids), len(plain.token_ids)),
+    )
+    return False, f"DIFFERS from plain decoding at reply token {at}"
+
+
+def summary(pair: Pair, result: Result, plain: Result | None, verdict: str) -> list[str]:
+    """The lines under a reply."""
+    timings, spec = result.timings, result.speculation
+    speed = f"{timings.predicted_per_second:.1f} tokens/s"
+    if plain is not None:
+        base = plain.timings.predicted_per_second
+        speed += f", plain {base:.1f} tokens/s ({timings.predicted_per_second / base:.2f}x)" if base else ""
+    depth = ", ".join(
+        f"{i + 1}: {a}/{p} ({a / p:.0%})" if p else f"{i + 1}: -"
+        for i, (a, p) in enumerate(zip(spec.accepted_by_position, spec.proposed_by_position, strict=True))
+    )
+    lines = [
+        "",
+        f"tokens      {len(result.token_ids)} in {timings.predicted_ms / 1e3:.2f} s: {speed}",
+        f"prompt      {result.prompt_tokens} tokens in {timings.prompt_ms:.0f} ms; finish: {result.finish_reason}",
+        f"rounds      {timings.draft_rounds} with drafts, {timings.plain_steps} plain steps; {spec.tokens_per_round:.2f} tokens per forward",
+        f"acceptance  {depth or 'no drafts'} (accepted/proposed by position)",
+        f"speculation {'on' if spec.active else 'off'}: {spec.method}, {spec.reason}",
+    ]
+    if spec.governor:
+        lines.append(f"governor    {spec.governor}")
+    lines += [f"fallback    {reason}" for reason in spec.fallbacks]
+    lines.append(f"exactness   {pair.plan.level}; {verdict}")
+    if timings.phases_ms:
+        lines.append("phases      " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in timings.phases_ms.items()))
+    return lines

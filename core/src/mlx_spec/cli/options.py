@@ -1,0 +1,120 @@
+"""Command-line options that several commands share, and how they become a loaded pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..pair import Pair
+
+KINDS_HELP = "mtp, dflash, full-model, prompt-lookup, none, or a kind a plugin brings; default: from the directory"
+
+
+@dataclass(slots=True)
+class PairOptions:
+    """What the pair options said, resolved against the environment and the bundled demo."""
+
+    target: str
+    draft_model: str | None
+    kind: str | None
+    block_size: int | None
+    block_size_from: str
+    options: dict[str, Any]
+    acceptance: str | None
+    adaptive: bool | None
+    demo: bool
+
+
+def pair_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """-m, --draft-model, --draft-kind, --draft-block-size, --spec-config, --kv-bits, --dtype, --exactness."""
+    decorators = [
+        click.option("-m", "--model", "target", help="Target: directory or hub id. Default: the bundled demo pair."),
+        click.option("--draft-model", help="Drafter: directory or hub id."),
+        click.option("--draft-kind", help=KINDS_HELP),
+        click.option("--draft-block-size", type=int, help="L: rows verified per round, anchor counted (K drafts = L - 1)."),
+        click.option("--spec-config", help='JSON, e.g. \'{"method":"mtp","num_speculative_tokens":3}\' (K, without the anchor).'),
+        click.option("--exactness", type=click.Choice(["bitwise", "greedy", "distribution", "lossy"]), default="greedy",
+                     show_default=True, help="Weakest level to speculate at; below it the reply is decoded plainly."),
+        click.option("--no-probe", is_flag=True, help="Skip the exactness probe; the pair then runs as unproven."),
+        click.option("--kv-bits", type=click.Choice(["4", "8"]), help="Quantise K/V of full-attention layers."),
+        click.option("--kv-group-size", type=click.Choice(["32", "64", "128"]), default="64", show_default=True,
+                     help="Values per scale of quantised K/V; divides the head size."),
+        click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Cast unquantised weights."),
+        click.option("--prefill-step", type=click.IntRange(1), help="Prompt tokens per prefill chunk."),
+    ]  # fmt: skip
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+def read_pair_options(values: dict[str, Any]) -> PairOptions:
+    """Merge flags, --spec-config and environment; a key given twice is an error."""
+    from ..settings import choose
+    from ..spec_config import normalise_kind
+    from ..width import parse_spec_config
+
+    config = parse_spec_config(values.get("spec_config"), flags=_given(values))
+    kind, _ = choose("draft_kind", values.get("draft_kind") or config.kind)
+    kind = normalise_kind(kind) if kind is not None else None
+    block, source = choose("draft_block_size", values.get("draft_block_size"))
+    if values.get("draft_block_size") is None and config.block_size is not None:
+        block, source = config.block_size, "--spec-config"
+    model, _ = choose("draft_model", values.get("draft_model") or config.model)
+    target, demo = values.get("target"), False
+    if target is None:
+        bundled = demo_pair()
+        target, demo = str(bundled[0]), True
+        if model is None and kind in (None, "mtp"):
+            model = str(bundled[1])
+    return PairOptions(target, model, kind, block, source, dict(config.options), config.acceptance, config.adaptive, demo)
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    names = ("draft_model", "draft_kind", "draft_block_size", "acceptance")
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def demo_pair() -> tuple[Path, Path]:
+    """Directories of the bundled pair; UsageError when no installed plugin ships one."""
+    from ..plugins import get_manager
+
+    demos = get_manager().registry.demos()
+    if not demos:
+        raise UsageError(
+            "-m",
+            found="no target, and no installed plugin that ships a demo pair",
+            expected="a target directory or hub id",
+            next_step="Pass -m DIR, or install mlx-spec-gemma4, which brings one",
+            code="U30",
+        )
+    return demos[0].target, demos[0].drafter
+
+
+def load_pair(values: dict[str, Any], chosen: PairOptions | None = None) -> Pair:
+    """The pair these options ask for."""
+    from ..pair import load
+    from ..settings import get_settings
+
+    chosen = chosen or read_pair_options(values)
+    bits = values.get("kv_bits")
+    return load(
+        chosen.target,
+        chosen.draft_model,
+        chosen.kind,
+        chosen.block_size,
+        block_size_from=chosen.block_size_from,
+        exactness=values.get("exactness", "greedy"),
+        probe=get_settings().probe and not values.get("no_probe"),
+        kv_bits=int(bits) if bits else None,
+        kv_group_size=int(values.get("kv_group_size") or 64),
+        prefill_step=values.get("prefill_step"),
+        dtype=values.get("dtype"),
+        options=chosen.options,
+    )

@@ -1,0 +1,95 @@
+"""`spec pair`: would these two work together, how exactly, and what would it gain?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import PairError
+from .options import load_pair, pair_options, read_pair_options
+from .output import note, print_json, print_table, progress
+
+if TYPE_CHECKING:
+    from ..pair import Pair
+
+SAMPLE_TOKENS = 96
+
+
+@click.command("pair")
+@pair_options
+@click.option("-p", "--prompt", help="Text to measure the gain on; default: a short built-in one.")
+@click.option("--no-measure", is_flag=True, help="Findings and probe only.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(prompt: str | None, no_measure: bool, as_json: bool, **values: Any) -> None:
+    """Check a target and a drafter: findings, probe verdict, and the gain measured on a short reply."""
+    chosen = read_pair_options(values)
+    try:
+        with progress("loading and probing"):
+            pair = load_pair(values, chosen)
+    except PairError as refused:
+        _show_findings([f.as_dict() for f in refused.findings], as_json)
+        raise
+    gain = None
+    if pair.plan.active and not no_measure:
+        with progress("measuring"):
+            gain = measure_gain(pair, prompt)
+    if as_json:
+        print_json({"plan": asdict(pair.plan), "gain": gain})
+        return
+    _show_findings([f.as_dict() for f in pair.plan.findings], False)
+    print_table(("", ""), _rows(pair, gain))
+
+
+def measure_gain(pair: Pair, prompt: str | None) -> dict[str, Any]:
+    """Tokens per second, plain and speculative, on one short greedy reply; both warmed up first."""
+    from ..api import encode, generate
+    from ..probe import TEXTS
+
+    ids = encode(pair, prompt or TEXTS[0]) if pair.tokenizer is not None else [1, 2, 3]
+    runs = {}
+    for name, speculative in (("plain", False), ("speculative", True)):
+        generate(pair, ids, None, 8, ignore_eos=True, speculative=speculative)
+        runs[name] = generate(pair, ids, None, SAMPLE_TOKENS, ignore_eos=True, speculative=speculative)
+    plain, fast = runs["plain"], runs["speculative"]
+    base = plain.timings.predicted_per_second
+    return {
+        "plain_per_second": base,
+        "speculative_per_second": fast.timings.predicted_per_second,
+        "ratio": fast.timings.predicted_per_second / base if base else None,
+        "tokens_per_round": fast.speculation.tokens_per_round,
+        "acceptance_by_position": fast.speculation.acceptance_by_position,
+        "token_ids_equal": plain.token_ids == fast.token_ids,
+        "governor": fast.speculation.governor,
+    }
+
+
+def _show_findings(findings: list[dict[str, str]], as_json: bool) -> None:
+    if as_json:
+        print_json({"findings": findings})
+        return
+    for item in findings:
+        note(f"{item['severity']} {item['code']}: {item['subject']}: found {item['found']}, expected {item['expected']}")
+
+
+def _rows(pair: Pair, gain: dict[str, Any] | None) -> list[tuple[str, object]]:
+    plan = pair.plan
+    rows: list[tuple[str, object]] = [
+        ("works", "yes" if plan.active else "no"),
+        ("reason", plan.reason),
+        ("kind", plan.requested),
+        ("block size", f"L={plan.block_size} ({plan.block_size_from})"),
+        ("exactness", plan.level),
+    ]
+    rows += [("note", text) for text in plan.notes]
+    if gain is not None:
+        accept = ", ".join(f"{a:.0%}" for a in gain["acceptance_by_position"])
+        rows += [
+            ("plain", f"{gain['plain_per_second']:.1f} tokens/s"),
+            ("speculative", f"{gain['speculative_per_second']:.1f} tokens/s ({gain['ratio']:.2f}x)"),
+            ("acceptance", f"{accept} by position, {gain['tokens_per_round']:.2f} tokens per forward"),
+            ("tokens equal", "yes" if gain["token_ids_equal"] else "NO"),
+            ("governor", gain["governor"]),
+        ]
+    return rows

@@ -1,0 +1,217 @@
+"""From names to a loaded pair: resolve, classify, validate, load, choose a width. In that order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .errors import Finding, LoadError, NoEmbeddedMtpHead, PairError, RefusedError, UsageError
+from .registry import CORE
+from .types import DrafterCard, ModelRef
+
+if TYPE_CHECKING:
+    from .models import Drafter, Target
+    from .registry import Registry
+
+log = logging.getLogger("mlx_spec.load")
+
+FULL_MODEL = "full-model"  # the one kind without model_types of its own that still needs a directory
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterChoice:
+    """Which drafter will run and who said so."""
+
+    kind: str
+    ref: ModelRef | None
+    card: DrafterCard
+    owner: str  # plugin name
+    decided_by: str  # "--draft-kind", "directory", ...
+
+
+def open_ref(name: str) -> ModelRef:
+    """Resolve `name` to a folder and read its config.json."""
+    from .checkpoint import read_config
+    from .refs import resolve
+
+    ref = resolve(name)
+    return ModelRef(ref.name, ref.path, read_config(ref.path))
+
+
+def load_target(ref: ModelRef) -> Target:
+    """Load a target with the plugin that claimed its model_type, or core's generic one."""
+    from .plugins import get_manager
+
+    manager = get_manager()
+    if manager.registry.drafter_for(ref) is not None and manager.registry.target_owner(ref.model_type) is None:
+        raise LoadError(
+            f"target {ref.name}",
+            found=f"a drafter (model_type {ref.model_type})",
+            expected="a complete language model",
+            next_step="Pass this directory as --draft-model and the model it was trained for as -m",
+            code="L05",
+        )
+    owner = manager.registry.target_owner(ref.model_type) or CORE
+    target: Target | None = manager.owner_call("spec_load_target", owner)(ref=ref, config=ref.config)
+    if target is None:
+        raise LoadError(
+            f"target {ref.name}",
+            found=f"model_type {ref.model_type}, which plugin {owner} claims but did not load",
+            expected="a loaded target",
+            next_step=f"Report this to the authors of plugin {owner}",
+            code="L21",
+        )
+    return target
+
+
+def choose_drafter(
+    name: str | None, kind: str | None, options: Mapping[str, object], target: ModelRef | None = None
+) -> DrafterChoice | None:
+    """Classify the drafter directory; None when nothing was asked for or kind is "none".
+
+    Without a directory the target may draft for itself, with a head its checkpoint carries.
+    """
+    from .plugins import get_manager
+
+    registry = get_manager().registry
+    if kind == "none" or (kind is None and name is None):
+        return None
+    if kind is not None and kind not in registry.kinds():
+        raise UsageError(
+            "--draft-kind",
+            found=kind,
+            expected=" | ".join([*registry.kinds(), "none"]),
+            next_step="Choose one of these",
+            code="U26",
+        )
+    if kind is not None and kind != FULL_MODEL and registry.kind_owner(kind) is not None:
+        if name is not None:
+            raise UsageError(
+                "--draft-model",
+                found=f"{name} together with --draft-kind {kind}",
+                expected="no drafter directory, since this kind has no weights",
+                next_step="Drop one of the two",
+                code="U21",
+            )
+        card = DrafterCard(kind=kind, model_type="", extra=dict(options))
+        return DrafterChoice(kind, None, card, registry.kind_owner(kind) or CORE, "--draft-kind")
+    if name is None and target is not None and kind != FULL_MODEL:
+        own = registry.drafter_for(target, kind)
+        if own is not None:
+            return DrafterChoice(own[1].kind, target, own[1], own[0], "--draft-kind")
+        if kind == "mtp":
+            raise _no_head(target)
+    if name is None:
+        raise UsageError(
+            "--draft-model",
+            found="no drafter directory",
+            expected=f"one for --draft-kind {kind}",
+            next_step="Pass --draft-model DIR, or --draft-kind prompt-lookup, which needs none",
+            code="U22",
+        )
+    return _classify(open_ref(name), kind, options, target)
+
+
+def _no_head(target: ModelRef) -> NoEmbeddedMtpHead:
+    """The error for a target that was asked to draft for itself; says when it has a head nobody reads."""
+    from .checkpoint import tensor_index
+    from .heads import find_heads
+
+    heads = find_heads(target.config, tensor_index(target.path))
+    names = ", ".join(head.prefix for head in heads)
+    return NoEmbeddedMtpHead(
+        f"head of target {target.name} (model_type {target.model_type})",
+        found=f"tensors under {names}, which no installed plugin reads" if heads else "no head tensors",
+        expected="a head that an installed plugin reads",
+        next_step="Install the family's plugin" if heads else "Pass a directory that has the head as --draft-model",
+        code="L20",
+    )
+
+
+def _recognised(
+    registry: Registry, ref: ModelRef, kind: str | None, target: ModelRef | None
+) -> tuple[str, DrafterCard] | None:
+    """(owner, card) of the drafter directory; of a whole model that carries a head only when that is meant.
+
+    It is when the kind says so or, without a kind, when the plugin that reads the head owns the target too;
+    a target that is not known rules nothing out.
+    """
+    found = registry.drafter_for(ref)
+    if found is None or registry.target_owner(ref.model_type) is None:
+        return found
+    owner, card = found
+    related = target is None or registry.target_owner(target.model_type) == owner
+    return found if kind == card.kind or (kind is None and related) else None
+
+
+def _classify(ref: ModelRef, kind: str | None, options: Mapping[str, object], target: ModelRef | None) -> DrafterChoice:
+    from .plugins import get_manager
+
+    registry = get_manager().registry
+    found = _recognised(registry, ref, kind, target)
+    if found is None and kind == "mtp" and target is not None and ref.path == target.path:
+        raise _no_head(target)
+    if found is not None:
+        owner, card = found
+        if kind is not None and kind != card.kind:
+            raise UsageError(
+                "--draft-kind",
+                found=f"{kind} for {ref.name}, whose directory is a {card.kind} drafter (model_type {ref.model_type})",
+                expected=card.kind,
+                next_step=f"Drop --draft-kind or pass {card.kind}",
+                code="U23",
+            )
+        return DrafterChoice(card.kind, ref, card, owner, "directory")
+    if kind not in (None, FULL_MODEL):
+        raise UsageError(
+            "--draft-kind",
+            found=f"{kind} for {ref.name} (model_type {ref.model_type or 'missing'})",
+            expected=f"a directory that an installed plugin knows as a {kind} drafter",
+            next_step="Check `spec inspect` on the directory and `spec plugins`",
+            code="U24",
+        )
+    vocab = ref.config.get("vocab_size")
+    card = DrafterCard(
+        kind=FULL_MODEL,
+        model_type=ref.model_type,
+        vocab_size=vocab if isinstance(vocab, int) else None,
+        extra=dict(options),
+    )
+    owner = registry.kind_owner(FULL_MODEL) or CORE
+    return DrafterChoice(FULL_MODEL, ref, card, owner, "directory" if kind is None else "--draft-kind")
+
+
+def validate_pair(target: ModelRef, choice: DrafterChoice) -> list[Finding]:
+    """Ask every plugin about the pair, from files alone; raises PairError when a finding is an error."""
+    if choice.ref is None:
+        return []
+    from .plugins import get_manager
+
+    answers = get_manager().ask_each("spec_validate_pair", target=target, drafter=choice.ref, card=choice.card)
+    findings = [f for _, answer in answers if answer for f in answer]
+    errors = [f for f in findings if f.severity == "error"]
+    if errors:
+        raise PairError(findings)
+    for finding in findings:
+        log.warning("%s", finding) if finding.severity == "warning" else log.info("%s", finding)
+    return findings
+
+
+def load_drafter(choice: DrafterChoice, target: Target) -> Drafter:
+    """Load the chosen drafter with the plugin that owns it."""
+    from .plugins import get_manager
+
+    call = get_manager().owner_call("spec_load_drafter", choice.owner)
+    ref = choice.ref or ModelRef(choice.kind, target.ref.path, {})
+    drafter: Drafter | None = call(ref=ref, card=choice.card, target=target)
+    if drafter is None:
+        raise RefusedError(
+            f"drafter {ref.name}",
+            found=f"kind {choice.kind}, which plugin {choice.owner} did not load",
+            expected="a loaded drafter",
+            next_step="Check `spec plugins` for load errors",
+            code="L21",
+        )
+    return drafter

@@ -1,0 +1,237 @@
+"""A loaded pair and the plan it runs by."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .errors import Finding
+from .types import LEVELS, ExactnessReport, ModelRef
+
+if TYPE_CHECKING:
+    from .models import Drafter, Target
+    from .tokenizer import Tokenizer
+
+log = logging.getLogger("mlx_spec.load")
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a pair will do and why; everything a status page or a log line needs.
+
+    Attributes:
+        requested: drafter kind that was asked for ("none" when nothing was).
+        active: True when rounds will draft.
+        block_size, block_size_from: L (anchor counted) and who decided it.
+        exactness: the probe's report, None before a probe or without a drafter.
+        reason: why it is (not) active, in one sentence.
+        notes, findings: everything else said while loading.
+    """
+
+    requested: str = "none"
+    active: bool = False
+    block_size: int = 1
+    block_size_from: str = "no drafter"
+    exactness: ExactnessReport | None = None
+    exactness_asked: str = "greedy"
+    reason: str = "no drafter was asked for"
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    prefill_step: int = 2048
+    notes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def level(self) -> str:
+        """Exactness level in force: the probe's, or "unproven"."""
+        return self.exactness.level if self.exactness is not None else "unproven"
+
+    def line(self) -> str:
+        """The start line: one line of key=value pairs."""
+        state = "on" if self.active else "off"
+        return (
+            f"speculation={state} kind={self.requested} block_size={self.block_size} "
+            f"block_size_from={self.block_size_from.replace(' ', '-')} exactness={self.level} reason={self.reason!r}"
+        )
+
+
+@dataclass(slots=True)
+class Pair:
+    """A target, its drafter (or None), the tokenizer (or None) and the plan."""
+
+    target: Target
+    drafter: Drafter | None
+    tokenizer: Tokenizer | None
+    plan: Plan
+    target_ref: ModelRef
+    drafter_ref: ModelRef | None = None
+    end_ids: frozenset[int] = frozenset()
+    token_limit: int | None = None
+    owner: str = "core"
+    drafter_owner: str = "core"
+    costs: Any = None
+
+    @property
+    def key(self) -> str:
+        """Names this pair on this machine in caches: weights, quantisation, K/V mode."""
+        return pair_key(self)
+
+
+def load(
+    target: str,
+    drafter: str | None = None,
+    kind: str | None = None,
+    block_size: int | None = None,
+    *,
+    block_size_from: str = "operator",
+    exactness: str = "greedy",
+    probe: bool = True,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    prefill_step: int | None = None,
+    dtype: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Pair:
+    """Load a target and, when asked for, its drafter; validate, choose a width, prove exactness.
+
+    Args:
+        target, drafter: local directory or hub id.
+        kind: "mtp", "full-model", "prompt-lookup", "none" or None (from the directory).
+        block_size: L, the verified rows per round, anchor counted.
+        exactness: weakest level accepted: "bitwise", "greedy", "distribution" or "lossy".
+        probe: False skips the exactness probe; the pair then runs as "unproven".
+        kv_bits: 4 or 8 for a quantised K/V state, None for the model's dtype.
+        dtype: "float32", "bfloat16" or "float16" casts unquantised weights after loading.
+
+    Raises:
+        LoadError, PairError, UsageError: each with what was found, expected and the next step.
+    """
+    from .loading import choose_drafter, load_drafter, load_target, open_ref, validate_pair
+    from .settings import get_settings
+
+    settings = get_settings()
+    target_ref = open_ref(target)
+    choice = choose_drafter(drafter, kind, options or {}, target_ref)
+    plan = Plan(
+        requested=choice.kind if choice else "none",
+        exactness_asked=exactness,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        prefill_step=prefill_step or settings.prefill_step,
+    )
+    if choice is not None:
+        plan.findings = validate_pair(target_ref, choice)
+    loaded = load_target(target_ref)
+    _cast(loaded, dtype)
+    pair = Pair(loaded, None, None, plan, target_ref)
+    _attach_text(pair)
+    if choice is not None:
+        pair.drafter = load_drafter(choice, loaded)
+        _cast(pair.drafter, dtype)
+        pair.drafter_ref, pair.drafter_owner = choice.ref, choice.owner
+        _choose_width(pair, block_size, block_size_from)
+        if plan.active:
+            _prove(pair, probe)
+    log.info("%s", plan.line())
+    return pair
+
+
+def _cast(model: Target | Drafter, dtype: str | None) -> None:
+    if dtype is None or model.model is None:
+        return
+    import mlx.core as mx
+
+    from .errors import UsageError
+
+    names = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+    if dtype not in names:
+        raise UsageError("--dtype", found=dtype, expected=" | ".join(names), next_step="Choose one of these", code="U25")
+    model.model.set_dtype(names[dtype])
+    if hasattr(model, "dtype"):
+        model.dtype = names[dtype]
+
+
+def _attach_text(pair: Pair) -> None:
+    """Tokenizer, end ids and the number of ids that mean something."""
+    from .checkpoint import end_ids
+    from .plugins import get_manager
+    from .registry import CORE
+    from .tokenizer import load_tokenizer
+
+    path = pair.target_ref.path
+    pair.owner = get_manager().registry.target_owner(pair.target_ref.model_type) or CORE
+    pair.tokenizer = load_tokenizer(path)
+    ends = set(end_ids(path, pair.target_ref.config))
+    if pair.tokenizer is not None:
+        ends |= set(pair.tokenizer.end_ids)
+        if len(pair.tokenizer) < pair.target.vocab_size:
+            pair.token_limit = len(pair.tokenizer)
+    pair.end_ids = frozenset(ends)
+
+
+def _choose_width(pair: Pair, block_size: int | None, source: str) -> None:
+    from .costs import load_costs
+    from .width import resolve_block_size
+
+    drafter, plan = pair.drafter, pair.plan
+    if drafter is None:
+        return
+    operator = None if block_size is None else (block_size, source)
+    chosen = resolve_block_size(operator, drafter.card, drafter.kind)
+    plan.block_size, plan.block_size_from = chosen.L, chosen.source
+    plan.notes += chosen.notes
+    plan.active = chosen.L > 1
+    plan.reason = "drafter loaded" if plan.active else "block size 1 turns drafting off"
+    if plan.active:
+        pair.costs = load_costs(pair.key)
+
+
+def _prove(pair: Pair, probe: bool) -> None:
+    """Run or recall the exactness probe, narrow the width to what is exact, or turn drafting off."""
+    from .probe import prove
+    from .settings import get_settings
+
+    plan, settings = pair.plan, get_settings()
+    if not probe:
+        plan.reason = "exactness unproven: the probe was skipped"
+        return
+    report = prove(pair)
+    plan.exactness = report
+    reached = LEVELS.index(report.level) >= LEVELS.index(plan.exactness_asked)
+    if reached and report.width == plan.block_size:
+        plan.reason = f"exactness {report.level} at L={report.width} ({report.source})"
+    elif reached and report.width > 1:
+        plan.notes.append(f"block size narrowed from {plan.block_size} to {report.width}: {report.reason}")
+        plan.block_size, plan.block_size_from = report.width, "exactness probe"
+        plan.reason = f"widest exact L is {report.width} ({report.level})"
+    elif settings.allow_inexact:
+        plan.reason = f"MLX_SPEC_ALLOW_INEXACT=1 overrides: {report.reason}"
+        plan.notes.append(plan.reason)
+        log.warning("%s", plan.reason)
+    else:
+        plan.active = False
+        plan.reason = f"plain decoding: exactness {plan.exactness_asked} asked, {report.level} reached; {report.reason}"
+        log.warning("%s", plan.reason)
+
+
+def pair_key(pair: Pair) -> str:
+    """Hex key over both weights' fingerprints, K/V mode, dtypes, mlx version and device."""
+    import hashlib
+
+    import mlx.core as mx
+
+    from .checkpoint import fingerprint
+
+    parts = [
+        fingerprint(pair.target_ref.path),
+        fingerprint(pair.drafter_ref.path) if pair.drafter_ref is not None else pair.plan.requested,
+        str(pair.plan.kv_bits),
+        str(pair.plan.kv_group_size),
+        str(pair.plan.prefill_step),
+        str(pair.target.dtype),
+        mx.__version__,
+        str(mx.default_device()),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

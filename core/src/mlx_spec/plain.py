@@ -1,0 +1,79 @@
+"""Plain decoding of a lane, pipelined: the next step is built and started before the last one is read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .types import Draft
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from .accept import AcceptResult, RowResult
+    from .judge import Judge
+    from .lane import Lane
+    from .request import Row
+    from .rounds import RoundHooks
+
+
+@dataclass(slots=True)
+class _Step:
+    pending: AcceptResult
+    taps: dict[str, mx.array]
+
+
+class PlainRun:
+    """A span of single-token steps over one lane; at most one step is in flight beyond what was read.
+
+    Rows whose logits depend on the reply's own text on the host (penalties, user processors, minimum
+    length) cannot be scored before the previous token is known, so such a lane is not run ahead.
+    """
+
+    def __init__(self, lane: Lane, hooks: RoundHooks, rows: Sequence[Row], judge: Judge, steps: int):
+        self.lane, self.hooks, self.rows, self.judge = lane, hooks, rows, judge
+        self.left = steps
+        self.ahead = not any(judge.needs_history(row) for row in rows)
+        self._flight: deque[_Step] = deque()
+        self._launch()
+
+    @property
+    def in_flight(self) -> int:
+        """Steps started and not read yet."""
+        return len(self._flight)
+
+    def stop(self) -> None:
+        """Start no further step; what is in flight stays valid and must still be read."""
+        self.left = 0
+
+    def _launch(self) -> None:
+        import mlx.core as mx
+
+        lane = self.lane
+        lane.mark = lane.states.mark()
+        positions = [n + 1 for n in lane.states.lengths]
+        empty = Draft(mx.zeros((lane.size, 0), dtype=mx.int32), [0] * lane.size)
+        seen = self.hooks.verify(lane=lane, draft=empty)
+        pending = self.judge.score(self.rows, seen.logits, empty, positions)
+        mx.async_eval(pending.packed)
+        self._flight.append(_Step(pending, seen.taps))
+        lane.mark = None
+        self.left -= 1
+
+    def next(self) -> tuple[list[RowResult], dict[str, mx.array]]:
+        """Results of the oldest step in flight; starts its successor first when it may."""
+        if not self._flight:
+            self._launch()
+        step = self._flight[0]
+        if self.ahead and self.left > 0:
+            self.lane.anchors = step.pending.next_anchors
+            self._launch()
+        self._flight.popleft()
+        return step.pending.read(), step.taps
+
+    @property
+    def done(self) -> bool:
+        """True when nothing is in flight and no step is left to start."""
+        return self.left <= 0 and not self._flight

@@ -1,0 +1,69 @@
+"""Prompt processing of one request, in chunks, before it joins a lane.
+
+Every prompt token but the last is processed here; the last one becomes the anchor of the first round. Plain and speculative decoding share this
+partition (the one mlx-lm uses), so the state a reply starts from does not depend on the drafter.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from .types import TapBlock
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from .draft_state import DraftState
+    from .pair import Pair
+    from .request import Row
+
+log = logging.getLogger("mlx_spec.engine")
+
+
+class Prefill:
+    """The unfinished prompt of one row and the B = 1 states it fills; `done` counts processed tokens."""
+
+    def __init__(self, pair: Pair, row: Row):
+        plan = pair.plan
+        self.pair, self.row = pair, row
+        self.states = pair.target.make_states(plan.kv_bits, plan.kv_group_size)
+        self.drafter = pair.drafter if plan.active and row.drafting else None
+        self.draft_state: DraftState | None = pair.drafter.make_state() if pair.drafter is not None and plan.active else None
+        self.fresh: list[TapBlock] = []
+        self.done = 0
+        self._total = row.prompt_length - 1
+
+    def chunk(self) -> bool:
+        """Process the next chunk; True when the row can join."""
+        import mlx.core as mx
+
+        started = time.perf_counter()
+        size = min(self.pair.plan.prefill_step, self._total - self.done)
+        if size > 0:
+            tokens = mx.array([self.row.tokens[self.done : self.done + size]], dtype=mx.int32)
+            taps = self.drafter.taps if self.drafter is not None else ()
+            seen = self.pair.target.forward(tokens, self.states, taps)
+            self._prime(tokens, seen.taps)
+            held = self.draft_state.arrays() if self.draft_state is not None else []
+            mx.eval(self.states.arrays(), held, *(b.taps for b in self.fresh))
+            mx.clear_cache()
+            self.done += size
+        self.row.timings.prompt_ms += (time.perf_counter() - started) * 1e3
+        return self.done >= self._total
+
+    def _prime(self, tokens: mx.array, taps: dict[str, mx.array]) -> None:
+        """Show the chunk to the drafter; the last row stays for the first propose."""
+        if self.drafter is None or self.draft_state is None:
+            return
+        try:
+            self.drafter.prime(self.draft_state, tokens, taps, self.done)
+        except Exception as exc:  # foreign code: costs acceptance only
+            log.debug("drafter prime raised", exc_info=True)
+            self.row.stop_drafting(f"drafter prime raised {type(exc).__name__}: {exc}")
+            log.warning("%s", self.row.report.reason)
+            self.drafter, self.fresh = None, []
+            return
+        if self.drafter.capabilities.history != "none" and taps:
+            self.fresh = [TapBlock({name: value[:, -1:] for name, value in taps.items()}, [1])]

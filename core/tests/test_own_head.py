@@ -1,0 +1,107 @@
+"""A target directory that carries a drafter of its own: how it is recognised, asked for and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tinymodels
+
+from mlx_spec.errors import NoEmbeddedMtpHead, UsageError
+from mlx_spec.inspection import inspect
+from mlx_spec.loading import DrafterChoice, choose_drafter, load_target, open_ref
+
+PLUGIN = """
+from mlx_spec import DrafterCard, hookimpl
+from mlx_spec.checkpoint import tensor_index
+
+def detect(ref):
+    return DrafterCard("mtp", "llama") if "mtp.fc.weight" in tensor_index(ref.path) else None
+
+@hookimpl
+def spec_register(register):
+    register.target("llama")
+    register.drafter("mtp", model_types=["llama"], detect=detect)
+"""
+
+
+@pytest.fixture
+def folder(site, tmp_path):
+    """folder(name, head=...): a tiny llama or gemma3 directory, with the plugin installed that reads such heads."""
+    site.install("fake-heads", "heads", PLUGIN)
+
+    def write(name: str, head: bool = True, config: str = "llama") -> Path:
+        import mlx.core as mx
+
+        path = tinymodels.write_model(tmp_path / name, config)
+        if head:
+            weights = mx.load(str(path / "model.safetensors"))
+            weights["mtp.fc.weight"] = mx.zeros((3, 5))
+            tinymodels.write_weights(path, weights)
+        return path
+
+    return write
+
+
+def choose(target: Path, drafter: Path | None, kind: str | None) -> DrafterChoice | None:
+    return choose_drafter(str(drafter) if drafter else None, kind, {}, open_ref(str(target)))
+
+
+def test_a_kind_without_a_directory_means_the_targets_own_head(folder):
+    target = folder("a")
+    choice = choose(target, None, "mtp")
+    assert (choice.kind, choice.ref.path, choice.owner, choice.decided_by) == ("mtp", target, "heads", "--draft-kind")
+
+
+@pytest.mark.parametrize("kind", [None, "mtp"])
+def test_the_same_directory_twice_means_the_same(folder, kind):
+    target = folder("a")
+    choice = choose(target, target, kind)
+    assert (choice.kind, choice.ref.path, choice.owner) == ("mtp", target, "heads")
+
+
+def test_the_head_of_another_checkpoint_serves_a_converted_target(folder):
+    target, original = folder("converted", head=False), folder("original")
+    choice = choose(target, original, None)
+    assert (choice.kind, choice.ref.path) == ("mtp", original)
+
+
+def test_a_whole_model_can_still_be_a_full_model_drafter(folder):
+    whole, other = folder("whole"), folder("other", head=False, config="gemma3")
+    assert choose(folder("target"), whole, "full-model").kind == "full-model"
+    assert choose(other, whole, None).kind == "full-model"  # the head belongs to another family
+    assert choose(other, whole, "mtp").kind == "mtp"  # asked for by name: left to spec_validate_pair
+
+
+def test_without_head_tensors_the_error_says_so(folder):
+    target = folder("a", head=False)
+    for drafter in (None, target):
+        with pytest.raises(NoEmbeddedMtpHead, match="no head tensors, expected a head that an installed plugin reads"):
+            choose(target, drafter, "mtp")
+
+
+def test_head_tensors_nobody_reads_are_named(tmp_path):
+    import mlx.core as mx
+
+    path = tinymodels.write_model(tmp_path / "a", "gemma3")
+    weights = mx.load(str(path / "model.safetensors")) | {"model.mtp.fc.weight": mx.zeros((3, 5))}
+    tinymodels.write_weights(path, weights)
+    with pytest.raises(NoEmbeddedMtpHead, match=r"tensors under model\.mtp, which no installed plugin reads"):
+        choose(path, None, "mtp")
+
+
+def test_other_kinds_still_need_a_directory(folder):
+    with pytest.raises(UsageError, match="one for --draft-kind full-model"):
+        choose(folder("a"), None, "full-model")
+
+
+def test_inspect_calls_it_a_target_and_says_how_to_use_the_head(folder):
+    report = inspect(str(folder("a")))
+    assert (report.kind, report.owner, report.embedded, report.card) == ("target", "heads", "mtp", None)
+    fit = next(f for f in report.drafters if f.source.startswith("in this checkpoint"))
+    assert fit.reason == "1 tensors; use it with --draft-kind mtp"
+    assert inspect(str(folder("b", head=False))).embedded == ""
+
+
+def test_it_still_loads_as_a_target(folder):
+    assert load_target(open_ref(str(folder("b", head=False)))).vocab_size == 131
