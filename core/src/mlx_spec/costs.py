@@ -162,7 +162,8 @@ class BatchCosts:
             return {0: 1.0}
         if self._known is None:
             known = {k for k in {*self._live, *self.saved} if k > 0 and self.measured(k)}
-            self._known = {0: 1.0} | {k: (self.seconds(k) or plain) / plain for k in known}
+            # several rows cost at least one row: less only means that plain was timed on a busier machine
+            self._known = {0: 1.0} | {k: max(1.0, (self.seconds(k) or plain) / plain) for k in known}
         return self._known
 
     def table(self) -> list[dict[str, float]]:

@@ -71,7 +71,7 @@ def _vocabulary(target: ModelRef, drafter: ModelRef) -> Iterator[Finding]:
                 f"config.json of {ref.name} (model_type {ref.model_type!r})",
                 "no vocab_size",
                 "vocab_size, to know that ids of both models mean the same",
-                "Add the key from the original model; for a drafter head, install the plugin that brings its model_type",
+                "Add the key from the original model; for a drafter head, install the plugin that brings it",
             )
     if mine is not None and theirs is not None and mine > theirs:
         yield Finding(

@@ -1,7 +1,8 @@
 """Prompt processing of one request, in chunks, before it joins a lane.
 
-Every prompt token but the last is processed here; the last one becomes the anchor of the first round. Plain and speculative decoding share this
-partition (the one mlx-lm uses), so the state a reply starts from does not depend on the drafter.
+Every prompt token but the last is processed here; the last one becomes the anchor of the first round. Plain
+and speculative decoding share this partition (the one mlx-lm uses), so the state a reply starts from does
+not depend on the drafter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Prefill:
         self.pair, self.row = pair, row
         self.states = pair.target.make_states(plan.kv_bits, plan.kv_group_size)
         self.drafter = pair.drafter if plan.active and row.drafting else None
-        self.draft_state: DraftState | None = pair.drafter.make_state() if pair.drafter is not None and plan.active else None
+        self.draft_state: DraftState | None = (
+            pair.drafter.make_state() if pair.drafter is not None and plan.active else None
+        )
         self.fresh: list[TapBlock] = []
         self.done = 0
         self._total = row.prompt_length - 1

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..request import Result
     from ..sampling import Sampling
 
-DEMO_PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self, items=()):\n'
+DEMO_PROMPT = "def walk(node):\n    for child in node.children:\n        if isinstance(child"
 
 
 @click.command("generate")
@@ -50,6 +50,8 @@ def command(**values: Any) -> None:
     sampling = _sampling(values, chosen)
     if chosen.demo:
         note(f"no -m given: using the bundled demo pair ({chosen.target})")
+        if text == DEMO_PROMPT:
+            note(f"no prompt given: continuing\n{DEMO_PROMPT}")
     with progress("loading and probing"):
         pair = load_pair(values, chosen)
     note(pair.plan.line())
