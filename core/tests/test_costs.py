@@ -9,6 +9,7 @@ import stat
 import statistics
 
 import pytest
+
 from mlx_spec import diskcache
 from mlx_spec.costs import BatchCosts, CostModel, CostPrior, load_costs, machine_key, typical
 from mlx_spec.diskcache import entry_path, read_entry, write_entry

@@ -10,6 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from tinymodels import GEMMA3, LLAMA, MAMBA, SMALL_LLAMA, write_model, write_tokenizer
+
 from mlx_spec.checkpoint import read_config
 from mlx_spec.draft_state import DraftState
 from mlx_spec.full_model import CHUNK, FullModelDrafter
@@ -17,8 +20,6 @@ from mlx_spec.full_model_checks import token_names, validate
 from mlx_spec.generic_target import GenericTarget
 from mlx_spec.lane import Lane
 from mlx_spec.types import DrafterCard, ModelRef
-from mlx_lm.models.cache import make_prompt_cache
-from tinymodels import GEMMA3, LLAMA, MAMBA, SMALL_LLAMA, write_model, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +374,10 @@ def test_a_smaller_context_is_noted(pair):
 
 
 def test_unigram_vocabularies_are_read(tmp_path):
-    data = {"model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.5]]}, "added_tokens": [{"id": 5, "content": "<x>"}]}
+    data = {
+        "model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.5]]},
+        "added_tokens": [{"id": 5, "content": "<x>"}],
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     assert token_names(tmp_path) == {0: "<unk>", 1: "a", 5: "<x>"}
     (tmp_path / "tokenizer.json").write_text("{")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 
 import pytest
+
 from mlx_spec.acceptance import AcceptanceEstimate
 from mlx_spec.costs import CostModel
 from mlx_spec.governor import FixedGovernor, Governor, choose_together
@@ -21,7 +23,7 @@ def model(costs: dict[int, float]) -> CostModel:
 @pytest.mark.parametrize("kmax", [0, 1, 3, 15])
 @pytest.mark.parametrize("room", [-1, 0, 1, 2, 7, 40])
 def test_k_never_exceeds_the_room_left(kmax, room):
-    governor = Governor(kmax, model({k: 1.1 for k in range(1, kmax + 1)}))
+    governor = Governor(kmax, model(dict.fromkeys(range(1, kmax + 1), 1.1)))
     assert governor.choose(room) == max(0, min(kmax, room))
     assert FixedGovernor(kmax).choose(room) == max(0, min(kmax, room))
 
@@ -63,7 +65,7 @@ def test_waits_double_up_to_the_longest_and_reset_when_a_probe_wins():
             governor.observe(k, 0, 0.02)
         waits.append(plain_until_asked(governor))
     assert waits[0] == FIRST_WAIT
-    assert all(b in (a, 2 * a) or b > a for a, b in zip(waits, waits[1:], strict=False))
+    assert all(b in (a, 2 * a) or b > a for a, b in pairwise(waits))
     assert max(waits) <= LONGEST_WAIT
     while governor.parked:
         governor.observe(governor.choose(10_000), 3, 0.02)

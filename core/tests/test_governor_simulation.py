@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+
 from mlx_spec.costs import CostModel
 from mlx_spec.governor import FixedGovernor, Governor, choose_together
 
@@ -112,7 +113,12 @@ def jump(k: int) -> float:
     return 3 + k / 3
 
 
-LOSING = [("linear-4", linear(4), 3.0), ("linear-4", linear(4), 1.1), ("jump-4", jump, 3.0), ("linear-3", linear(3), 2.1)]
+LOSING = [
+    ("linear-4", linear(4), 3.0),
+    ("linear-4", linear(4), 1.1),
+    ("jump-4", jump, 3.0),
+    ("linear-3", linear(3), 2.1),
+]
 
 
 @pytest.mark.parametrize(("name", "steps", "tokens"), LOSING, ids=[f"{n}-{t}" for n, _, t in LOSING])
@@ -158,7 +164,9 @@ def test_it_comes_back_when_the_text_turns_predictable(saved):
         run = simulate(governor, Machine(steps, seed=seed), lambda i: 0.1 if i < 300 else 0.95, 1500, seed)
         early = [k for at, k in run.chosen if 100 <= at < 300]
         assert sum(k == 0 for k in early) > 0.8 * len(early)
-        back = next(at for i, (at, k) in enumerate(run.chosen) if at >= 300 and all(c for _, c in run.chosen[i : i + 8]))
+        back = next(
+            at for i, (at, k) in enumerate(run.chosen) if at >= 300 and all(c for _, c in run.chosen[i : i + 8])
+        )
         waits.append(back - 300)
         late = [k for at, k in run.chosen if 900 <= at < 1490]
         assert sum(k > 0 for k in late) > 0.9 * len(late)
@@ -190,7 +198,9 @@ def test_a_wide_drafter_finds_its_width(tokens):
 
     rate = rate_for(tokens, 15)
     cold = [simulate(Governor(15), Machine(steps, seed=s), lambda i: rate, 500, s) for s in range(16)]
-    saved = [simulate(Governor(15, tuned(steps, 15)), Machine(steps, seed=s), lambda i: rate, 500, s) for s in range(16)]
+    saved = [
+        simulate(Governor(15, tuned(steps, 15)), Machine(steps, seed=s), lambda i: rate, 500, s) for s in range(16)
+    ]
     best = best_fixed(steps, rate, 15)
     assert mean_of(cold) >= 0.90 * best
     assert mean_of(saved) >= 0.96 * best
@@ -225,7 +235,9 @@ def test_equal_observations_make_equal_choices():
 def test_reproducible_choices_ignore_the_clock():
     rate = rate_for(2.2, 3)
     runs = [
-        simulate(Governor(3, tuned(linear(1.8), 3), reproducible=True), Machine(steps, seed=seed), lambda i: rate, 600, 5)
+        simulate(
+            Governor(3, tuned(linear(1.8), 3), reproducible=True), Machine(steps, seed=seed), lambda i: rate, 600, 5
+        )
         for steps, seed in ((linear(1.8), 1), (linear(9.0), 2), (linear(1.01), 3))
     ]
     assert runs[0].chosen == runs[1].chosen == runs[2].chosen
@@ -239,7 +251,9 @@ def test_a_second_request_starts_tuned():
     assert statistics.mean(speeds[1:]) >= 0.985
 
 
-def simulate_lane(rates: Sequence[float], steps: Callable[[int], float], length: int, seed: int, model: CostModel) -> float:
+def simulate_lane(
+    rates: Sequence[float], steps: Callable[[int], float], length: int, seed: int, model: CostModel
+) -> float:
     """Tokens per row and plain step of a lane whose rows are accepted at `rates`."""
     rng, machine = random.Random(seed), Machine(steps, seed=seed)
     rows = [Governor(3, model) for _ in rates]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+
 from mlx_spec.draft_state import DraftState
 from mlx_spec.errors import UsageError
 from mlx_spec.lane import Lane

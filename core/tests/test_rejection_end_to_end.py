@@ -41,8 +41,7 @@ def law(target: Target, settings: Sampling, prompt: int) -> dict[tuple[int, ...]
     logits = target.forward(tokens, states).logits
     shaped = np.array(shape_logprobs(logits, settings).astype(mx.float32))
     return {
-        reply: math.exp(sum(shaped[i, j, token] for j, token in enumerate(reply)))
-        for i, reply in enumerate(replies)
+        reply: math.exp(sum(shaped[i, j, token] for j, token in enumerate(reply))) for i, reply in enumerate(replies)
     }
 
 

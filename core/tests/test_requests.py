@@ -31,7 +31,9 @@ def run(sampling: Sampling, tokens: int = TOKENS, block: int = 5, truth=None, ri
     """One reply with a drafter that is right for `right` tokens of `truth` (default: the greedy reply)."""
     target = tiny_target(MODEL)
     script = mixed({tuple(prompt()): list(truth if truth is not None else reply())}, right, target.vocab_size)
-    return generate(make_pair(target, ScriptedDrafter(script), block), prompt(), sampling, tokens, adaptive=False, **options)
+    return generate(
+        make_pair(target, ScriptedDrafter(script), block), prompt(), sampling, tokens, adaptive=False, **options
+    )
 
 
 def plain(sampling: Sampling, tokens: int = TOKENS, **options):
@@ -112,7 +114,9 @@ def test_penalties_equal_mlx_lm():
 
     target = tiny_target(MODEL)
     theirs = make_logits_processors({5: 2.0}, 1.3, 20, 0.4, 20, 0.2, 20)
-    want = [int(t) for t, _ in generate_step(mx.array(prompt()), target.model, max_tokens=TOKENS, logits_processors=theirs)]
+    want = [
+        int(t) for t, _ in generate_step(mx.array(prompt()), target.model, max_tokens=TOKENS, logits_processors=theirs)
+    ]
     settings = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, logit_bias={5: 2.0})
     assert plain(settings).token_ids == want
     assert run(settings, truth=want, right=2).token_ids == want
@@ -204,7 +208,9 @@ def test_counters_count_what_was_drafted_and_tested():
     target = tiny_target(MODEL)
     table = {tuple(prompt()): list(reply())}
     for right, rate in ((0, 0.0), (2, 0.5), (99, 1.0)):
-        out = generate(make_pair(target, ScriptedDrafter(mixed(table, right, 113)), 5), prompt(), None, 31, adaptive=False)
+        out = generate(
+            make_pair(target, ScriptedDrafter(mixed(table, right, 113)), 5), prompt(), None, 31, adaptive=False
+        )
         full = [r for r in out.rounds if len(r.draft_ids) == 4]
         assert sum(r.accepted for r in full) / sum(len(r.draft_ids) for r in full) == rate
         assert out.timings.draft_n == sum(len(r.draft_ids) for r in out.rounds)

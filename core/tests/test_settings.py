@@ -60,7 +60,7 @@ def test_twin_of_the_kind(env):
         ("MLX_SPEC_PREFILL_STEP", "many", "a whole number"),
         ("MLX_SPEC_PREFILL_STEP", "0", "at least 1"),
         ("MLX_SPEC_DRAFT_BLOCK_SIZE", "4.5", "a whole number"),
-        ("LLAMA_ARG_DRAFT_BLOCK_SIZE", "-1", "at least 1"),
+        ("LLAMA_ARG_DRAFT_BLOCK_SIZE", "-1", "at least 0"),
         ("MLX_SPEC_PROBE", "perhaps", "on or off"),
         ("MLX_SPEC_LOG_LEVEL", "loud", "'debug'"),
         ("MLX_SPEC_TRACE", "hook", '"hooks"'),

@@ -25,8 +25,8 @@ def test_one_wait_per_round(block, monkeypatch):
     evals: list[int] = []
     real = accept.AcceptResult.read
     monkeypatch.setattr(accept.AcceptResult, "read", lambda self: (waits.append("read"), real(self))[1])
-    for name in ("eval", "async_eval"):
-        monkeypatch.setattr(mx, name, lambda *a, _real=getattr(mx, name): (evals.append(1), _real(*a))[1])
+    for name, call in (("eval", mx.eval), ("async_eval", mx.async_eval)):
+        monkeypatch.setattr(mx, name, lambda *a, _real=call: (evals.append(1), _real(*a))[1])
     out = generate(pair, [3, 4, 5], None, 24, adaptive=False)
     monkeypatch.undo()
     rounds = out.timings.draft_rounds

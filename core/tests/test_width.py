@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from mlx_spec import diskcache
 from mlx_spec.errors import UsageError
 from mlx_spec.spec_config import ALLOWED, SpecConfig, normalise_kind
@@ -76,7 +77,7 @@ def test_values_that_are_no_width_name_option_and_range(value):
 
 @pytest.mark.parametrize("value", [2, 16, 64])
 def test_widths_in_range_work(value):
-    assert resolve_block_size((value, "--draft-block-size"), card(), "mtp", {}).L == value
+    assert value == resolve_block_size((value, "--draft-block-size"), card(), "mtp", {}).L
 
 
 def test_an_exact_width_narrows():
@@ -185,7 +186,7 @@ def test_a_key_given_twice_is_an_error_naming_both(flags, values):
         parse(flags, **values)
     assert "--" + next(iter(flags)).replace("_", "-") in str(caught.value)
     assert next(iter(values)) in str(caught.value)
-    assert parse({name: None for name in flags}, **values)
+    assert parse(dict.fromkeys(flags), **values)
 
 
 def test_method_and_kind_must_agree():
@@ -194,7 +195,9 @@ def test_method_and_kind_must_agree():
         parse(method="ngram", kind="mtp")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"mtp"', "{'method': 'mtp'}", '{"kind": "a", "kind": "b"}', "[" * 5000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '"mtp"', "{'method': 'mtp'}", '{"kind": "a", "kind": "b"}', "[" * 5000]
+)
 def test_text_that_is_no_object(text):
     with pytest.raises(UsageError, match="--spec-config"):
         parse_spec_config(text)

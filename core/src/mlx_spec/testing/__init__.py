@@ -29,9 +29,9 @@ _EXPORTS = {
     "ScriptedDrafter": "drafters",
     "ContractFault": "faults",
     "Attention": "feed",
-    "TinyPair": "families",
-    "families": "families",
-    "write_tiny": "families",
+    "TinyPair": "writers",
+    "families": "writers",
+    "write_tiny": "writers",
     "write_model": "tiny",
     "write_byte_tokenizer": "tokenizer",
 }
@@ -67,11 +67,11 @@ if TYPE_CHECKING:
     from .contracts.target import TargetContract
     from .contracts.whole import expected_failure
     from .drafters import BrokenDrafter, ScriptedDrafter
-    from .families import TinyPair, families, write_tiny
     from .faults import ContractFault
     from .feed import Attention
     from .tiny import write_model
     from .tokenizer import write_byte_tokenizer
+    from .writers import TinyPair, families, write_tiny
 
 
 def __getattr__(name: str) -> Any:

@@ -11,8 +11,6 @@ from ..models import Drafter
 from ..types import Capabilities, Draft, DrafterCard
 
 if TYPE_CHECKING:
-    import mlx.core as mx
-
     from ..lane import Lane
 
 Script = Callable[[Sequence[int], int], list[int]]  # (tokens so far, budget) -> draft ids

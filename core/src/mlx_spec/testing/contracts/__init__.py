@@ -1,0 +1,1 @@
+"""The contracts: one test class each, subclassed by the authors of plugins."""

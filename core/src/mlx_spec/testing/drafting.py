@@ -1,0 +1,203 @@
+"""What the drafter contract asks of runs: well-formed drafts, fresh proposals, sampled replies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from ..advance import bind_hooks
+from ..laws import fit_width
+from ..sampling import Sampling
+from ..shaping import shape_logprobs
+from .faults import broken, require
+from .rig import Rig, Run, Setup
+from .statistics import Draws
+from .traces import drafted, shown
+from .watch import Proposal, Steer, same_bytes, watched_propose
+
+if TYPE_CHECKING:
+    from ..lane import DrawFn
+    from ..models import Drafter
+
+SAMPLED = Sampling(temperature=0.7, acceptance="rejection")
+CONFIDENT = SAMPLED.replace(temperature=0.2)  # its best token has most of the mass
+REQUESTS, REPLY = 48, 18  # sampled requests and their length: 864 tokens of the target, about as many drafted
+LAWS = "propose: what lane.draw returns, stacked over steps, goes into Draft.probs, each step at its own index"
+RAISED = "propose at that line, and what prime and rollback left for it"
+FORM = "the Draft that propose returns: tokens (B, K) int32, counts of 0..budget[b] per row, probs (B, K, V) or None"
+
+
+def the(rig: Rig) -> Drafter:
+    """The drafter on the bench."""
+    if rig.drafter is None:
+        raise RuntimeError("this rig has no drafter")
+    return rig.drafter
+
+
+def well_formed(rig: Rig, run: Run) -> None:
+    """Every propose of a run returned a proper draft, and the engine had no complaint."""
+    for seen in run.proposals:
+        when = f"propose of {type(the(rig)).__name__} after {shown(seen.histories[0])}, budget {seen.budget}"
+        require(not seen.error, when, found=f"it raised {seen.error}", expected="a Draft", look=RAISED)
+        _form(seen, rig.target.vocab_size, when)
+    said = [text for result in run.results for text in result.speculation.fallbacks]
+    require(
+        not said,
+        f"what the engine says about {type(the(rig)).__name__}",
+        found=f"a fallback: {said[0] if said else ''}",
+        expected="no fault of the drafter (each costs its drafts, never the reply)",
+        look="propose and rollback of your drafter",
+    )
+
+
+def _form(seen: Proposal, vocab_size: int, when: str) -> None:
+    draft, rows = seen.draft, len(seen.histories)
+    if draft is None:
+        broken(when, found="None", expected="a Draft", look=FORM)
+    tokens = draft.tokens
+    good = isinstance(tokens, mx.array) and tokens.ndim == 2 and tokens.shape[0] == rows
+    shape = getattr(tokens, "shape", type(tokens).__name__)
+    require(good, when, found=f"tokens of shape {shape}", expected=f"({rows}, K)", look=FORM)
+    require(
+        mx.issubdtype(tokens.dtype, mx.integer), when, found=f"tokens of {tokens.dtype}", expected="int32", look=FORM
+    )
+    counts = [tokens.shape[1]] * rows if draft.counts is None else list(draft.counts)
+    fits = len(counts) == rows and all(
+        0 <= c <= min(k, tokens.shape[1]) for c, k in zip(counts, seen.budget, strict=True)
+    )
+    require(fits, when, found=f"counts {counts}", expected=f"at most the budget {seen.budget} per row", look=FORM)
+    wrong = [t for b in range(rows) for t in seen.ids(b) if not 0 <= t < vocab_size]
+    require(not wrong, when, found=f"id {wrong[:1]}", expected=f"ids from 0 to {vocab_size - 1}", look=FORM)
+    if draft.probs is not None:
+        good = draft.probs.shape == (*tokens.shape, vocab_size) and draft.probs.dtype == mx.float32
+        found = f"probs of shape {draft.probs.shape}, {draft.probs.dtype}"
+        require(good, when, found=found, expected=f"{(*tokens.shape, vocab_size)} float32", look=FORM)
+
+
+def something(made: int, where: str) -> None:
+    """A test that saw no draft proves nothing."""
+    require(
+        made > 0,
+        f"drafts with {where}",
+        found="none at all, so nothing was tested",
+        expected="a draft after at least one of the prompts",
+        look="propose, or give prompts it can draft for: override the fixture `prompts` (token ids)",
+    )
+
+
+def fresh_proposal(
+    rig: Rig,
+    tokens: Sequence[int],
+    budget: Sequence[int],
+    setup: Setup,
+    steer: Steer | None = None,
+    spoil: bool = False,
+    draw: DrawFn | None = None,
+) -> Proposal:
+    """What the drafter proposes for a new request whose prompt is `tokens`.
+
+    spoil: feed it other taps. draw: what `lane.draw` does, default as in a greedy round.
+    """
+    drafter = the(rig)
+    lane = rig.fresh_lane(drafter, tokens, setup, spoil)
+    seen = Proposal([list(tokens)], list(budget))
+    lane.bind_draw(draw or rig.greedy_draw(lane))
+    try:
+        watched_propose(bind_hooks(rig.pair(drafter, setup)), lane, seen, steer)
+    finally:
+        lane.bind_draw(None)
+    return seen
+
+
+def picking(vocab_size: int, unlikely: int | None = None) -> DrawFn:
+    """A draw under `rejection` that takes the likeliest token, at step `unlikely` the least likely one."""
+
+    def draw(logits: mx.array, step: int) -> tuple[mx.array, mx.array]:
+        logits = fit_width(logits, vocab_size, -mx.inf)
+        law = mx.exp(shape_logprobs(logits, CONFIDENT))
+        picked = mx.argmin(law, axis=-1) if step == unlikely else mx.argmax(law, axis=-1)
+        return picked.astype(mx.int32), law
+
+    return draw
+
+
+# -- sampling --------------------------------------------------------------------------------------------
+
+
+def sampled_prompts(rig: Rig, seed: int) -> list[list[int]]:
+    """Prompts of the sampled requests; every third repeats itself."""
+    out = [rig.prompt(4 + i % 9, 1000 * seed + i) for i in range(REQUESTS)]
+    return [p * 2 if i % 3 == 0 else p for i, p in enumerate(out)]
+
+
+@lru_cache(maxsize=4)
+def sampled_run(rig: Rig, seed: int, batch: bool) -> Run:
+    """Many replies sampled under `rejection`, each with a seed of its own."""
+    settings = [SAMPLED.replace(seed=1000 * seed + i) for i in range(REQUESTS)]
+    setup = Setup(4, max_rows=8 if batch else 1)
+    return rig.run(the(rig), sampled_prompts(rig, seed), REPLY, setup, settings)
+
+
+def drafted_draws(run: Run) -> Draws:
+    """Every drafted token with the law reported for it; point masses (no probs) are left out."""
+    draws = Draws()
+    for seen in run.proposals:
+        if seen.draft is None or seen.draft.probs is None:
+            continue
+        for b in range(len(seen.histories)):
+            for i, token in enumerate(seen.ids(b)):
+                draws.add(seen.draft.probs[b, i], token)
+    return draws
+
+
+def emitted_draws(rig: Rig, prompts: Sequence[Sequence[int]], run: Run) -> Draws:
+    """Every reply token with the law the target alone has there."""
+    draws = Draws()
+    for prompt, result in zip(prompts, run.results, strict=True):
+        tokens = mx.array([[*prompt, *result.token_ids[:-1]]], dtype=mx.int32)
+        logits = rig.target.forward(tokens, rig.target.make_states()).logits[0, len(prompt) - 1 :]
+        laws = mx.exp(shape_logprobs(logits, SAMPLED))
+        for i, token in enumerate(result.token_ids):
+            draws.add(laws[i], token)
+    return draws
+
+
+def laws_as_drawn(rig: Rig, seen: Proposal) -> None:
+    """probs repeats, step by step, the law lane.draw answered with, and tokens its tokens."""
+    draft = seen.draft
+    if draft is None or not seen.draws:
+        return
+    when = f"draft of {type(the(rig)).__name__} after {shown(seen.histories[0])}"
+    for i in range(min(len(seen.draws), draft.tokens.shape[1])):
+        draw = seen.draws[i]
+        rows = [b for b in range(len(seen.histories)) if i < len(seen.ids(b))]
+        same = all(int(draft.tokens[b, i].item()) == int(draw.tokens[b].item()) for b in rows)
+        found = f"token {[seen.ids(b)[i] for b in rows]} at step {i}"
+        expected = f"{[int(draw.tokens[b].item()) for b in rows]}, as lane.draw answered"
+        require(
+            same, when, found=found, expected=expected, look="propose: the drafted token is the one lane.draw returned"
+        )
+        if draw.law is None:
+            continue
+        if draft.probs is None:
+            broken(when, found="probs None", expected="the laws that lane.draw returned", look=LAWS)
+        wrong = next((b for b in rows if not same_bytes(draft.probs[b, i], draw.law[b])), None)
+        if wrong is not None:
+            other = next(
+                (
+                    k
+                    for k, d in enumerate(seen.draws)
+                    if d.law is not None and same_bytes(draft.probs[wrong, i], d.law[wrong])
+                ),
+                None,
+            )
+            found = f"the law of step {other}" if other is not None else "another law"
+            broken(f"probs of step {i}, {when}", found=found, expected="the one lane.draw returned", look=LAWS)
+
+
+def acceptance(run: Run) -> tuple[int, int]:
+    """Accepted and drafted tokens of a run."""
+    return sum(r.timings.draft_n_accepted for r in run.results), drafted(run.proposals)

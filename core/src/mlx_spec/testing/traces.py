@@ -1,0 +1,46 @@
+"""Comparing what a drafter proposed here and there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+
+from .compare import close, largest_gap
+from .watch import Proposal
+
+
+def parting(a: Proposal, row_a: int, b: Proposal, row_b: int) -> str:
+    """Where two proposals after one history part, in words; "" when they agree as far as both go.
+
+    Drafts may have different lengths. A different token is forgiven when the logits both were taken from
+    agree but for rounding.
+    """
+    ids_a, ids_b = a.ids(row_a), b.ids(row_b)
+    for step in range(min(len(ids_a), len(ids_b))):
+        if step < len(a.draws) and step < len(b.draws):
+            x, y = a.draws[step].logits[row_a], b.draws[step].logits[row_b]
+            if not close(x, y):
+                picked = int(mx.argmax(x).item()), int(mx.argmax(y).item())
+                return (
+                    f"step {step} picks token {picked[0]} instead of {picked[1]} "
+                    f"(logits differ by up to {largest_gap(x, y):.3g})"
+                )
+        elif ids_a[step] != ids_b[step]:
+            return f"step {step} is token {ids_a[step]} instead of {ids_b[step]}"
+    return ""
+
+
+def by_history(proposals: Iterable[Proposal]) -> dict[tuple[int, ...], tuple[Proposal, int]]:
+    """History of a row -> the proposal made after it, and the row's index in it."""
+    return {tuple(h): (p, b) for p in proposals for b, h in enumerate(p.histories) if p.draft is not None}
+
+
+def drafted(proposals: Iterable[Proposal]) -> int:
+    """Tokens drafted in all rows of all proposals."""
+    return sum(len(p.ids(b)) for p in proposals for b in range(len(p.histories)))
+
+
+def shown(history: Sequence[int]) -> str:
+    """A history, short."""
+    return f"{len(history)} tokens ending in {list(history[-4:])}"
