@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,7 +41,11 @@ DEMO_PROMPT = "def walk(node):\n    for child in node.children:\n        if isin
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end ids.")
 @click.option("--fixed", is_flag=True, help="Always draft the full width (no governor).")
 @click.option("--no-chat-template", is_flag=True, help="Use the prompt as it is.")
-@click.option("--compare/--no-compare", default=None, help="Also decode plainly and compare tokens and speed. Default: only for the demo pair.")
+@click.option(
+    "--compare/--no-compare",
+    default=None,
+    help="Also decode plainly and compare tokens and speed. Default: only for the demo pair.",
+)
 @click.option("--profile", is_flag=True, help="Time of every phase of a round (each phase then waits for its result).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def command(**values: Any) -> None:
@@ -70,7 +75,9 @@ def command(**values: Any) -> None:
     plain = _plain(pair, prompt, sampling, values, result) if compare else None
     _report(pair, result, plain, values)
     if result.finish_reason == "error":
-        raise RefusedError("reply", found=result.error, expected="a complete reply", next_step="See the message above", code="R10")
+        raise RefusedError(
+            "reply", found=result.error, expected="a complete reply", next_step="See the message above", code="R10"
+        )
 
 
 def read_prompt(values: dict[str, Any], demo: bool) -> str | list[int]:
@@ -83,7 +90,11 @@ def read_prompt(values: dict[str, Any], demo: bool) -> str | list[int]:
         if demo:
             return DEMO_PROMPT
         raise UsageError(
-            "prompt", found="none", expected="-p, --prompt-file or --prompt-ids", next_step="Give one of them", code="U35"
+            "prompt",
+            found="none",
+            expected="-p, --prompt-file or --prompt-ids",
+            next_step="Give one of them",
+            code="U35",
         )
     if given == ["prompt_ids"]:
         return _parse_ids(values["prompt_ids"])
@@ -94,8 +105,7 @@ def read_prompt(values: dict[str, Any], demo: bool) -> str | list[int]:
 
 def _read_file(name: str) -> str:
     try:
-        with open(name, encoding="utf-8") as handle:
-            return handle.read()
+        return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise UsageError(
             f"--prompt-file {name}",
@@ -110,10 +120,18 @@ def _parse_ids(text: str) -> list[int]:
     import json
 
     try:
-        ids = json.loads(text) if text.strip().startswith("[") else [int(part) for part in text.split(",") if part.strip()]
+        ids = (
+            json.loads(text)
+            if text.strip().startswith("[")
+            else [int(part) for part in text.split(",") if part.strip()]
+        )
     except ValueError as exc:
         raise UsageError(
-            "--prompt-ids", found=text[:60], expected="integers, comma-separated or a JSON list", next_step="Correct them", code="U34"
+            "--prompt-ids",
+            found=text[:60],
+            expected="integers, comma-separated or a JSON list",
+            next_step="Correct them",
+            code="U34",
         ) from exc
     return ids
 
@@ -138,7 +156,7 @@ def _sampling(values: dict[str, Any], chosen: PairOptions) -> Sampling:
         "frequency_penalty", "min_tokens", "logprobs",
     )  # fmt: skip
     given = {name: values[name] for name in names if values.get(name) is not None}
-    acceptance = values.get("acceptance") or chosen.acceptance
+    acceptance: Any = values.get("acceptance") or chosen.acceptance
     return Sampling(**given, acceptance=acceptance, stop=tuple(values["stop"]))
 
 
@@ -223,7 +241,8 @@ def summary(pair: Pair, result: Result, plain: Result | None, verdict: str) -> l
         "",
         f"tokens      {len(result.token_ids)} in {timings.predicted_ms / 1e3:.2f} s: {speed}",
         f"prompt      {result.prompt_tokens} tokens in {timings.prompt_ms:.0f} ms; finish: {result.finish_reason}",
-        f"rounds      {timings.draft_rounds} with drafts, {timings.plain_steps} plain steps; {spec.tokens_per_round:.2f} tokens per forward",
+        f"rounds      {timings.draft_rounds} with drafts, {timings.plain_steps} plain steps; "
+        f"{spec.tokens_per_round:.2f} tokens per forward",
         f"acceptance  {depth or 'no drafts'} (accepted/proposed by position)",
         f"speculation {'on' if spec.active else 'off'}: {spec.method}, {spec.reason}",
     ]

@@ -38,15 +38,18 @@ def pair_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("-m", "--model", "target", help="Target: directory or hub id. Default: the bundled demo pair."),
         click.option("--draft-model", help="Drafter: directory or hub id."),
         click.option("--draft-kind", help=KINDS_HELP),
-        click.option("--draft-block-size", type=int, help="L: rows verified per round, anchor counted (K drafts = L - 1)."),
-        click.option("--spec-config", help='JSON, e.g. \'{"method":"mtp","num_speculative_tokens":3}\' (K, without the anchor).'),
+        click.option("--draft-block-size", type=int,
+                     help="L: rows verified per round, anchor counted (K drafts = L - 1)."),
+        click.option("--spec-config",
+                     help='JSON, e.g. \'{"method":"mtp","num_speculative_tokens":3}\' (K, without the anchor).'),
         click.option("--exactness", type=click.Choice(["bitwise", "greedy", "distribution", "lossy"]), default="greedy",
                      show_default=True, help="Weakest level to speculate at; below it the reply is decoded plainly."),
         click.option("--no-probe", is_flag=True, help="Skip the exactness probe; the pair then runs as unproven."),
         click.option("--kv-bits", type=click.Choice(["4", "8"]), help="Quantise K/V of full-attention layers."),
         click.option("--kv-group-size", type=click.Choice(["32", "64", "128"]), default="64", show_default=True,
                      help="Values per scale of quantised K/V; divides the head size."),
-        click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Cast unquantised weights."),
+        click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+                     help="Cast unquantised weights."),
         click.option("--prefill-step", type=click.IntRange(1), help="Prompt tokens per prefill chunk."),
     ]  # fmt: skip
     for decorate in reversed(decorators):
@@ -73,7 +76,9 @@ def read_pair_options(values: dict[str, Any]) -> PairOptions:
         target, demo = str(bundled[0]), True
         if model is None and kind in (None, "mtp"):
             model = str(bundled[1])
-    return PairOptions(target, model, kind, block, source, dict(config.options), config.acceptance, config.adaptive, demo)
+    return PairOptions(
+        target, model, kind, block, source, dict(config.options), config.acceptance, config.adaptive, demo
+    )
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,9 @@ def _show_findings(findings: list[dict[str, str]], as_json: bool) -> None:
         print_json({"findings": findings})
         return
     for item in findings:
-        note(f"{item['severity']} {item['code']}: {item['subject']}: found {item['found']}, expected {item['expected']}")
+        note(
+            f"{item['severity']} {item['code']}: {item['subject']}: found {item['found']}, expected {item['expected']}"
+        )
 
 
 def _rows(pair: Pair, gain: dict[str, Any] | None) -> list[tuple[str, object]]:

@@ -50,7 +50,15 @@ def command(memo: bool, as_json: bool, **values: Any) -> None:
     print_table(
         ("L", "level", "rows", "unequal bytes", "other token", "max diff", "min gap"),
         [
-            (w["width"], w["level"], w["rows"], w["unequal"], w["mismatches"], f"{w['max_abs_diff']:.3g}", f"{w['min_gap']:.3g}")
+            (
+                w["width"],
+                w["level"],
+                w["rows"],
+                w["unequal"],
+                w["mismatches"],
+                f"{w['max_abs_diff']:.3g}",
+                f"{w['min_gap']:.3g}",
+            )
             for w in report.widths
         ],
     )

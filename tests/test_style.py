@@ -1,0 +1,105 @@
+"""House style that a machine can check: sizes, annotations, docstrings, no environment reads, no bare assert."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_FILE, MAX_FUNCTION, MAX_P90, MAX_FIRST_LINE = 400, 60, 35, 100
+SOURCES = sorted([*(ROOT / "core" / "src").rglob("*.py"), *ROOT.glob("plugins/*/src/**/*.py")])
+SCRIPTS = sorted(path for name in ("bench", "examples", "tools") for path in (ROOT / name).rglob("*.py"))
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree(path)) if isinstance(node, Function)]
+
+
+def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def offences(paths: list[Path], rule: Callable[[Path], Iterator[object]]) -> list[str]:
+    """ "file: what" of everything a rule objects to."""
+    return [f"{path.relative_to(ROOT)}: {what}" for path in paths for what in rule(path)]
+
+
+def test_there_is_something_to_check():
+    assert len(SOURCES) > 40 and SCRIPTS
+
+
+def test_sizes():
+    def too_long(path: Path) -> Iterator[object]:
+        count = len(path.read_text().splitlines())
+        if count > MAX_FILE:
+            yield f"{count} lines"
+        yield from (f"{node.name} has {lines(node)} lines" for node in functions(path) if lines(node) > MAX_FUNCTION)
+
+    assert offences([*SOURCES, *SCRIPTS], too_long) == []
+
+
+def test_most_functions_are_small():
+    sizes = sorted(lines(node) for path in SOURCES for node in functions(path))
+    assert sizes[int(len(sizes) * 0.9)] <= MAX_P90
+
+
+def test_everything_is_annotated():
+    def bare(path: Path) -> Iterator[object]:
+        for node in functions(path):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            arguments += [a for a in (node.args.vararg, node.args.kwarg) if a is not None]
+            missing = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
+            if missing or (node.returns is None and node.name != "__init__"):
+                yield f"{node.name}({', '.join(missing)})"
+
+    assert offences(SOURCES, bare) == []
+
+
+def test_docstrings():
+    def wrong(path: Path) -> Iterator[object]:
+        if not ast.get_docstring(tree(path)):
+            yield "no module docstring"
+        for node in ast.walk(tree(path)):
+            if isinstance(node, Function | ast.ClassDef | ast.Module):
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                if len(first) > MAX_FIRST_LINE:
+                    yield f"{len(first)} characters: {first}"
+
+    assert offences([*SOURCES, *SCRIPTS], wrong) == []
+
+
+def test_no_bare_assert():
+    def asserts(path: Path) -> Iterator[object]:
+        return (node.lineno for node in ast.walk(tree(path)) if isinstance(node, ast.Assert))
+
+    assert offences(SOURCES, asserts) == []
+
+
+def test_the_environment_is_read_in_settings_alone():
+    def reads(path: Path) -> Iterator[object]:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
+                yield node.lineno
+
+    settings = ROOT / "core" / "src" / "mlx_spec" / "settings.py"
+    assert offences([settings], reads) != []
+    assert offences([path for path in SOURCES if path != settings], reads) == []
+
+
+def test_no_swallowed_exceptions():
+    def silent(path: Path) -> Iterator[object]:
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.ExceptHandler) or not all(isinstance(s, ast.Pass) for s in node.body):
+                continue
+            if node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"):
+                yield node.lineno
+
+    assert offences(SOURCES, silent) == []

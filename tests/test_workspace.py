@@ -1,0 +1,149 @@
+"""The files that describe the workspace agree with each other."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [
+    ROOT / "core/pyproject.toml",
+    *sorted(f for kind in ("plugins", "examples") for f in ROOT.glob(f"{kind}/*/pyproject.toml")),
+]
+PROJECTS = {path.parent: tomllib.loads(path.read_text()) for path in FILES}
+PLUGINS = {folder: data for folder, data in PROJECTS.items() if folder.name != "core"}
+CORE = PROJECTS[ROOT / "core"]["project"]
+
+
+def pins(name: str) -> dict[str, str]:
+    """Requirement lines of a file: name -> pin."""
+    text = (ROOT / name).read_text()
+    return dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)$", text, re.MULTILINE))
+
+
+def words(text: str) -> str:
+    """A distribution name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", text).lower()
+
+
+def requirement(text: str) -> str:
+    """The bare name in a requirement."""
+    return words(re.split(r"[\[<>=!~; ]", text, maxsplit=1)[0])
+
+
+def ids(value: object) -> str | None:
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else None
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=ids)
+def test_every_project_has_the_same_shape(folder):
+    data = PROJECTS[folder]
+    project = data["project"]
+    assert data["build-system"] == PROJECTS[ROOT / "core"]["build-system"]
+    assert project["requires-python"] == CORE["requires-python"] and project["license"] == CORE["license"]
+    module = data["tool"]["flit"]["module"]["name"]
+    assert module == project["name"].replace("-", "_")
+    assert (folder / "src" / module / "__init__.py").is_file()
+    assert (folder / project["readme"]).read_text().startswith(f"# {project['name']}\n")
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=ids)
+def test_versions_agree(folder):
+    data = PROJECTS[folder]
+    module = import_module(data["tool"]["flit"]["module"]["name"])
+    stated = [
+        node.value.value
+        for node in ast.parse(Path(module.__file__).read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
+    ]
+    assert stated == [data["project"]["version"]]
+
+
+@pytest.mark.parametrize("folder", PLUGINS, ids=ids)
+def test_plugins_declare_core_and_one_entry_point(folder):
+    project = PLUGINS[folder]["project"]
+    assert "mlx-spec>=0.1,<0.2" in project["dependencies"]
+    (value,) = project["entry-points"]["mlx_spec"].values()
+    assert project["entry-points"]["mlx_spec"] == {folder.name: f"{project['name'].replace('-', '_')}.plugin"}
+    assert import_module(value)
+
+
+@pytest.mark.parametrize("folder", PLUGINS, ids=ids)
+def test_installed_plugins_load_without_errors(folder):
+    from mlx_spec.discovery import discover
+    from mlx_spec.plugins import PluginManager, core_entry
+
+    (name,) = PLUGINS[folder]["project"]["entry-points"]["mlx_spec"]
+    core, plugin = PluginManager([core_entry(), *discover([name])]).records
+    assert plugin.errors == [] and core.errors == []
+    assert plugin.distribution == PLUGINS[folder]["project"]["name"]
+
+
+def test_the_script_is_what_the_docs_say():
+    assert CORE["scripts"] == {"spec": "mlx_spec.cli:main"}
+    module, _, name = CORE["scripts"]["spec"].partition(":")
+    assert callable(getattr(import_module(module), name))
+
+
+def test_requirements_install_every_project():
+    shipped = [folder for folder in PROJECTS if folder.parent.name != "examples"]
+    for name, folders in (("requirements-dev.txt", PROJECTS), ("requirements-oracles.txt", shipped)):
+        lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+        assert lines[0] == "-c constraints.txt"
+        editable = {line.removeprefix("-e ./").split("[")[0] for line in lines if line.startswith("-e ")}
+        assert editable == {str(folder.relative_to(ROOT)) for folder in folders}
+        assert 'mlx[cpu]; sys_platform == "linux"' in lines
+
+
+def test_constraints_pin_every_direct_dependency():
+    pinned = {words(name) for name in pins("constraints.txt")}
+    wanted = {requirement(d) for data in PROJECTS.values() for d in data["project"]["dependencies"]}
+    wanted |= {requirement(d) for extra in CORE["optional-dependencies"].values() for d in extra}
+    wanted -= {data["project"]["name"] for data in PROJECTS.values()}
+    assert wanted - pinned == set()
+
+
+def test_constraints_hold_nothing_but_pins():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert [line for line in lines if not re.fullmatch(r"#.*|[A-Za-z0-9_.-]+==[\w.+!]+", line)] == []
+
+
+def test_ci_runs_the_documented_command():
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    assert "make test" in script.read_text().splitlines()[-1]
+    assert "make test" in (ROOT / "README.md").read_text() and "make demo" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "oracles"])
+def test_make_targets_expand(target):
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_make_runs_what_it_says():
+    def plan(target: str) -> str:
+        return subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert plan("test").splitlines()[-1] == ".venv/bin/python -m pytest"
+    assert plan("demo").splitlines()[-1].startswith(".venv/bin/spec generate ")
+
+
+def test_no_download_addresses_or_machine_paths():
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    tracked = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    wrong = re.compile(r"https?://\S*(?:/simple|\.whl|\.tar\.gz)|(?<!\w)/(?:root|home/\w+)/", re.IGNORECASE)
+    found = []
+    for name in tracked.stdout.splitlines():
+        path = ROOT / name
+        if path.suffix in (".py", ".toml", ".txt", ".md", ".json", ".sh", "") and path.is_file():
+            text = path.read_text(errors="replace")
+            found += [name] if wrong.search(text) else []
+    assert found == []
