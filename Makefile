@@ -1,6 +1,7 @@
 # make demo      install into .venv and generate text with the bundled pair
 # make test      install what the tests need into .venv and run them
 # make lint      ruff and mypy
+# make docs      build the documentation into .site; make docs-update rewrites its generated parts
 # make oracles   compare with independent implementations, in an environment of its own (large)
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := constraints.txt core/pyproject.toml plugins/gemma4/pyproject.toml
 EXTRA := $(if $(BACKEND),[$(BACKEND)])
 
-.PHONY: demo test lint oracles clean
+.PHONY: demo test lint docs docs-update oracles clean
 
 demo: .venv/.demo
 	$(BIN)/spec generate -n $(TOKENS)$(if $(PROMPT), -p '$(PROMPT)')
@@ -26,13 +27,19 @@ test: .venv/.test
 lint: .venv/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy core/src plugins/gemma4/src
+	$(BIN)/mypy core/src plugins/gemma4/src examples/mimo/src
+
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir .site
+
+docs-update: .venv/.test
+	$(BIN)/python tools/docs.py --update
 
 oracles: .venv-oracles/.installed
 	.venv-oracles/bin/python plugins/gemma4/oracles/check.py
 
 clean:
-	rm -rf .venv .venv-oracles
+	rm -rf .venv .venv-oracles .site
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -51,6 +58,10 @@ clean:
 
 .venv/.lint: .venv/.test
 	$(PIP) install -c constraints.txt ruff mypy
+	@touch $@
+
+.venv/.docs: .venv/.test requirements-docs.txt
+	$(PIP) install -r requirements-docs.txt
 	@touch $@
 
 .venv-oracles/.installed: $(PROJECTS) requirements-oracles.txt

@@ -15,10 +15,19 @@ _EXPORTS = {
     "generate": "api",
     "stream": "api",
     "Engine": "engine",
+    "Handle": "engine",
+    "Request": "request",
+    "Result": "request",
+    "Event": "request",
+    "Timings": "request",
+    "SpeculationReport": "request",
+    "TokenLogprob": "request",
     "Pair": "pair",
+    "Plan": "pair",
     "Sampling": "sampling",
     "Target": "models",
     "Drafter": "models",
+    "GenericTarget": "generic_target",
     "DraftState": "draft_state",
     "Lane": "lane",
     "Acceptance": "types",
@@ -27,8 +36,11 @@ _EXPORTS = {
     "DrafterCard": "types",
     "ExactnessReport": "types",
     "Level": "types",
+    "ProbePlan": "probe",
     "ModelRef": "types",
     "RoundRecord": "types",
+    "Side": "types",
+    "TapBlock": "types",
     "Verdict": "types",
     "Verification": "types",
     "Kernel": "registry",
@@ -55,9 +67,12 @@ __all__ = [
     "Drafter",
     "DrafterCard",
     "Engine",
+    "Event",
     "ExactnessError",
     "ExactnessReport",
     "Finding",
+    "GenericTarget",
+    "Handle",
     "Kernel",
     "Lane",
     "Level",
@@ -66,14 +81,23 @@ __all__ = [
     "NoEmbeddedMtpHead",
     "Pair",
     "PairError",
+    "Plan",
     "PluginError",
+    "ProbePlan",
     "RefusedError",
     "Register",
+    "Request",
     "RequestError",
+    "Result",
     "RoundRecord",
     "Sampling",
+    "Side",
     "SpecError",
+    "SpeculationReport",
+    "TapBlock",
     "Target",
+    "Timings",
+    "TokenLogprob",
     "UsageError",
     "Verdict",
     "Verification",
@@ -88,7 +112,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .api import generate, load, stream
     from .draft_state import DraftState
-    from .engine import Engine
+    from .engine import Engine, Handle
     from .errors import (
         ExactnessError,
         Finding,
@@ -101,11 +125,14 @@ if TYPE_CHECKING:
         SpecError,
         UsageError,
     )
+    from .generic_target import GenericTarget
     from .hookspecs import hookimpl, hookspec
     from .lane import Lane
     from .models import Drafter, Target
-    from .pair import Pair
+    from .pair import Pair, Plan
+    from .probe import ProbePlan
     from .registry import Kernel, Register
+    from .request import Event, Request, Result, SpeculationReport, Timings, TokenLogprob
     from .sampling import Sampling
     from .types import (
         Acceptance,
@@ -116,6 +143,8 @@ if TYPE_CHECKING:
         Level,
         ModelRef,
         RoundRecord,
+        Side,
+        TapBlock,
         Verdict,
         Verification,
     )

@@ -52,10 +52,8 @@ class AcceptanceEstimate:
         if self._rates is None:
             rates: list[float] = []
             for i, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
-                if i < len(self._prior):
-                    base = self._prior[i]
-                else:
-                    base = rates[-1] * FADE if rates else DEFAULT_RATE
+                inherited = rates[-1] * FADE if rates else DEFAULT_RATE
+                base = self._prior[i] if i < len(self._prior) else inherited
                 rates.append((hits + STRENGTH * base) / (trials + STRENGTH))
             self._rates = rates
         return self._rates

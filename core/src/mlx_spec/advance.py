@@ -90,7 +90,9 @@ class Advancer:
         report.block_size_from = plan.block_size_from
         report.exactness = plan.level
         row.timings.draft_kind = report.method
-        report.reason = plan.reason if row.governor is not None or not plan.active else "the request turned drafting off"
+        report.reason = (
+            plan.reason if row.governor is not None or not plan.active else "the request turned drafting off"
+        )
 
     def join(self, work: Prefill) -> None:
         """Take a prefilled row in, between rounds."""
@@ -187,8 +189,9 @@ class Advancer:
         first, self._fresh_company = self._fresh_company, False
         out: list[tuple[Row, Event]] = []
         keep, tokens = [1] * len(rows), []
-        for row, result in zip(rows, results, strict=True):
+        for i, (row, result) in enumerate(zip(rows, results, strict=True)):
             if row.finished:  # what it would have said is only needed to keep the lane's bookkeeping whole
+                lane.tokens[i] = list(row.tokens) if lane.tokens[i] is row.tokens else lane.tokens[i]
                 tokens.append(result.tokens[:1] or [0])
                 continue
             emission = self._settle(row, result, 0)
@@ -246,6 +249,9 @@ class Advancer:
         emissions = [self._settle(row, r, n) for row, r, n in zip(rows, outcome.rows, draft.counts or (), strict=True)]
         keep = [max(1, len(e.tokens)) for e in emissions]
         settle(lane, self.hooks, keep, clock)
+        for i, emission in enumerate(emissions):
+            if not emission.tokens:  # its stand-in token is not part of the reply
+                lane.tokens[i] = list(lane.tokens[i])
         commit(lane, keep, [list(e.tokens) or [0] for e in emissions], outcome.taps)
         self._rollback_drafter(lane, keep)
         clock.lap("commit")

@@ -40,7 +40,11 @@ def _request(
 ) -> Request:
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
         raise UsageError(
-            "max_tokens", found=repr(max_tokens), expected="an integer of at least 0", next_step="Give a length", code="U15"
+            "max_tokens",
+            found=repr(max_tokens),
+            expected="an integer of at least 0",
+            next_step="Give a length",
+            code="U15",
         )
     if block_size is not None:
         from .width import check_block_size

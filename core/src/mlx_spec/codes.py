@@ -94,8 +94,8 @@ CODES = _table(
     ("U82", "A benchmark whose replies do not fit in the context", "request", "benchmark/method"),
     ("U83", "An output folder that cannot be written", "request", "benchmark/report"),
     ("U84", "Arms of a benchmark that are unknown, repeated or too few", "request", "cli/bench"),
-    ("U90", "An option the writer of a tiny checkpoint does not know", "request", "testing/tiny testing/families"),
-    ("U91", "A family nobody installed writes tiny checkpoints of", "install", "testing/families"),
+    ("U90", "An option the writer of a tiny checkpoint does not know", "request", "testing/tiny testing/writers"),
+    ("U91", "A family nobody installed writes tiny checkpoints of", "install", "testing/writers"),
     ("U92", "A command line of the conformance kit that cannot be used", "request", "testing/__main__"),
     # -- loading ----------------------------------------------------------------------------------------
     ("L00", "A load error raised without a code of its own", "files", "errors"),
@@ -154,7 +154,7 @@ CODES = _table(
     ("G08", "A command name that is taken", "author", "cli/__init__"),
     ("G09", "A state name that two classes claim", "author", "state/registry"),
     ("G10", "A state class that was never registered", "author", "state/registry"),
-    ("G11", "A writer of tiny checkpoints that cannot be imported", "author", "testing/families"),
+    ("G11", "A writer of tiny checkpoints that cannot be imported", "author", "testing/writers"),
     # -- a run that cannot go on --------------------------------------------------------------------------
     ("R00", "A request error raised without a code of its own", "report", "errors"),
     ("R01", "Layers of one model that disagree about their lengths", "report", "state/group"),

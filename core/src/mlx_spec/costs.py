@@ -279,7 +279,7 @@ def machine_key() -> str:
 
     import mlx.core as mx
 
-    device = getattr(mx, "device_info", dict)()
+    device: dict[str, Any] = getattr(mx, "device_info", dict)()
     parts = [platform.system(), platform.machine(), platform.processor(), os.cpu_count()]
     parts += [device.get(name) for name in ("device_name", "architecture", "memory_size")]
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]

@@ -28,7 +28,7 @@ class DraftState:
     ):
         self.states = states
         self.carry = carry or {}
-        self.rows = rows if rows is not None else [None]
+        self.rows: list[Any] = rows if rows is not None else [None]
 
     @classmethod
     def merge(cls, parts: Sequence[DraftState]) -> DraftState:
@@ -70,5 +70,5 @@ class DraftState:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory held."""
-        own = sum(a.nbytes for a in self.carry.values())
+        own: int = sum(a.nbytes for a in self.carry.values())
         return own + (self.states.nbytes if self.states is not None else 0)

@@ -1,14 +1,14 @@
 """Errors a user can meet, and findings about a pair.
 
-    SpecError                 base; every message is "<what>: found X, expected Y. <next step>."
-    ├── UsageError            bad flag, field or prompt                      CLI exit 2
-    └── RefusedError          something loaded or asked for cannot be done   CLI exit 1
-        ├── LoadError         a directory, file or tensor is not usable
-        │   └── NoEmbeddedMtpHead   the checkpoint carries no head of its own
-        ├── PairError         target and drafter do not fit; carries the findings
-        ├── PluginError       entry points or registrations clash
-        ├── ExactnessError    the demanded exactness level was not reached
-        └── RequestError      one request cannot go on (NaN logits, context full); others go on
+SpecError                 base; every message is "<what>: found X, expected Y. <next step>."
+├── UsageError            bad flag, field or prompt                      CLI exit 2
+└── RefusedError          something loaded or asked for cannot be done   CLI exit 1
+    ├── LoadError         a directory, file or tensor is not usable
+    │   └── NoEmbeddedMtpHead   the checkpoint carries no head of its own
+    ├── PairError         target and drafter do not fit; carries the findings
+    ├── PluginError       entry points or registrations clash
+    ├── ExactnessError    the demanded exactness level was not reached
+    └── RequestError      one request cannot go on (NaN logits, context full); others go on
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The built-in drafter `full-model`: any small causal LM with a vocabulary compatible with the target's.
+"""The built-in drafter `full-model`: any small causal LM whose vocabulary fits the target's.
 
 Invariant between rounds: row b's state holds the first `held[b]` committed tokens, and at most some drafted
 ones behind them that the next propose takes back. A propose first feeds every committed token the state has
@@ -122,9 +122,7 @@ class FullModelDrafter(Drafter):
         out = [b for b, row in enumerate(state.rows) if not row.full and rooms[b] <= 0]
         if out:
             self._retire(state, out)
-        return [
-            0 if row.full else max(0, min(k, room)) for row, k, room in zip(state.rows, budget, rooms, strict=True)
-        ]
+        return [0 if row.full else max(0, min(k, room)) for row, k, room in zip(state.rows, budget, rooms, strict=True)]
 
     def _retire(self, state: DraftState, rows: Sequence[int]) -> None:
         """Empty the caches of rows that outgrew the context, so that they can ride along without growing."""

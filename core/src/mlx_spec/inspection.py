@@ -57,6 +57,7 @@ class Inspection:
     hidden_size: int | None = None
     layers: int | None = None
     heads: list[Head] = field(default_factory=list)
+    embedded: str = ""  # kind of the head in this target that an installed plugin reads
     tokenizer: dict[str, Any] = field(default_factory=dict)
     end_ids: list[int] = field(default_factory=list)
     memory: MemoryNeed | None = None
@@ -121,12 +122,18 @@ def _identify(report: Inspection, ref: ModelRef, config: Mapping[str, Any] | Non
     found = _try(report, lambda: _manager().registry.drafter_for(ref)) if config is not None else None
     identity = identify(ref.path, config)
     report.kind, report.reason = identity.kind, identity.reason
-    if found is not None and identity.kind in ("target", "drafter", "speculators"):
+    report.embedded = found[1].kind if found is not None and _is_target(ref) else ""
+    if found is not None and not report.embedded and identity.kind in ("target", "drafter", "speculators"):
         report.kind, report.card, report.owner = "drafter", found[1], found[0]
         report.reason = f"plugin {found[0]} recognises a {found[1].kind} drafter"
         report.distribution = _distribution(found[0])
     elif identity.kind not in ("target", "drafter") and not report.problems:
         _note(report, other_kind(ref.path, identity))
+
+
+def _is_target(ref: ModelRef) -> bool:
+    """True for a model_type that some plugin serves as a target: a drafter found there is its own head."""
+    return ref.model_type in _manager().registry.model_types()
 
 
 def _distribution(owner: str | None) -> str | None:
@@ -262,9 +269,10 @@ def _fits(report: Inspection, ref: ModelRef, candidates: Sequence[str]) -> None:
         report.drafters.append(DrafterFit(kind, "built in", report.ok, blocked or reason))
     for head in report.heads:
         whole = not any(problem.code == "C03" for problem in report.problems)
-        reason = (
-            f"{head.tensors} tensors; extract it with `spec split-mtp`" if whole else "its tensors are not complete"
-        )
+        use = "install a plugin that drafts with it"
+        if report.embedded:
+            use = f"use it with --draft-kind {report.embedded}"
+        reason = f"{head.tensors} tensors; {use}" if whole else "its tensors are not complete"
         report.drafters.append(DrafterFit("mtp", f"in this checkpoint ({head.prefix})", whole, reason))
     record = _manager().record(report.owner) if report.owner else None
     for claim in record.claims.drafters if record is not None and record.claims is not None else ():
@@ -282,7 +290,7 @@ def _candidate(ref: ModelRef, name: str) -> DrafterFit:
 
     kind = "?"
     try:
-        choice = choose_drafter(name, None, {})
+        choice = choose_drafter(name, None, {}, ref)
         if choice is None:
             return DrafterFit(kind, name, False, "no drafter")
         kind = choice.kind

@@ -133,7 +133,7 @@ def _no_head(target: ModelRef) -> NoEmbeddedMtpHead:
 def _recognised(
     registry: Registry, ref: ModelRef, kind: str | None, target: ModelRef | None
 ) -> tuple[str, DrafterCard] | None:
-    """(owner, card) of the drafter directory; of a whole model that carries a head only when that is meant.
+    """(owner, card) of the drafter directory; a whole model that carries a head counts only when meant.
 
     It is when the kind says so or, without a kind, when the plugin that reads the head owns the target too;
     a target that is not known rules nothing out.

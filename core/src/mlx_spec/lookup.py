@@ -1,4 +1,4 @@
-"""The built-in drafter `prompt-lookup`: copy what followed the longest earlier match of the newest tokens.
+"""The built-in drafter `prompt-lookup`: copy what followed the longest match of the newest tokens.
 
 No weights. Every row keeps an index from its last few tokens to the places they occurred before; the place
 where the most tokens before it agree too wins, the newest one on a tie. A copy may run into itself, which

@@ -147,7 +147,9 @@ def _cast(model: Target | Drafter, dtype: str | None) -> None:
 
     names = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
     if dtype not in names:
-        raise UsageError("--dtype", found=dtype, expected=" | ".join(names), next_step="Choose one of these", code="U25")
+        raise UsageError(
+            "--dtype", found=dtype, expected=" | ".join(names), next_step="Choose one of these", code="U25"
+        )
     model.model.set_dtype(names[dtype])
     if hasattr(model, "dtype"):
         model.dtype = names[dtype]

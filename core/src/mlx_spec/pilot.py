@@ -138,9 +138,7 @@ class Pilot:
 
     # -- what a round brought ---------------------------------------------------------------------------
 
-    def report(
-        self, first: bool, tokens: int, width: int, seconds: float | None, draft_seconds: float | None
-    ) -> None:
+    def report(self, first: bool, tokens: int, width: int, seconds: float | None, draft_seconds: float | None) -> None:
         """One row's part of a round; `first` opens a new round, the others add to it."""
         if first or self._record is None:
             self.settle()

@@ -209,7 +209,8 @@ def summarise(tallies: dict[int, Tally], plan: ProbePlan, first: str) -> Exactne
     if chosen < plan.width:
         reason = (
             f"at L={plan.width} {worst.mismatches} of {worst.rows} rows pick another token "
-            f"(largest difference {worst.max_abs_diff:.3g}, smallest top-2 gap {worst.min_gap:.3g}, first at {first or 'unknown'})"
+            f"(largest difference {worst.max_abs_diff:.3g}, smallest top-2 gap {worst.min_gap:.3g}, "
+            f"first at {first or 'unknown'})"
         )
     return ExactnessReport(
         level=level,  # type: ignore[arg-type]
@@ -252,7 +253,7 @@ def probe_prompts(pair: Pair) -> list[list[int]]:
     limit = pair.token_limit or target.vocab_size
     rng = random.Random(20)
     room = target.context - pair.plan.block_size - CONTINUE - 2
-    windows = {s.window for s in target.make_states() if getattr(s, "window", None)}
+    windows = {w for s in target.make_states() if isinstance(w := getattr(s, "window", None), int)}
     lengths = {8, *(w - 1 for w in windows), *(min(w + 32, MAX_PROMPT) for w in windows)}
     prompts = [[rng.randrange(limit) for _ in range(n)] for n in sorted(lengths) if 2 <= n <= room]
     if pair.tokenizer is not None:

@@ -78,6 +78,20 @@ class Register:
     drafters: list[DrafterClaim] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     demos: list[Demo] = field(default_factory=list)
+    tinies: list[tuple[str, str]] = field(default_factory=list)
+
+    def tiny(self, family: str, writer: str) -> None:
+        """Offer seeded random checkpoints of `family` to the conformance kit and its command line.
+
+        writer: "module:function", imported when it is first needed. It is called as
+        function(out: Path, seed=N, **options) and returns the directories (target, drafter) it wrote below
+        `out`; drafter is None when the family brings targets only.
+        """
+        (family,) = self._names("tiny family", (family,))
+        module, colon, function = writer.partition(":") if isinstance(writer, str) else ("", "", "")
+        if not (module and colon and function.isidentifier()):
+            raise self._bad(f"tiny writer of family {family!r}", repr(writer), '"module:function"')
+        self.tinies.append((family, writer))
 
     def demo(self, name: str, target: Path, drafter: Path) -> None:
         """Offer a pair shipped as package data, used when a command is given no target."""
@@ -92,7 +106,8 @@ class Register:
 
         model_types: config.json model_types of the drafter directories; empty for kinds that need no
         directory of their own type. detect(ref) reads files only and returns a card, or None when the
-        directory is something else; without it every directory of these model_types is taken.
+        directory is something else; without it every directory of these model_types is taken. A model_type
+        that is also a target's means a head in the target's own checkpoint: detect says whether it is there.
         """
         names = self._names("drafter model_type", (model_types,) if isinstance(model_types, str) else model_types)
         (kind,) = self._names("drafter kind", (kind,))
@@ -133,6 +148,8 @@ class Registry:
         self._claims: list[DrafterClaim] = []
         self._kernels: list[tuple[str, Kernel]] = []
         self._demos: list[Demo] = []
+        self._tiny_owners: dict[str, list[str]] = {}
+        self._tiny_writers: dict[str, str] = {}
         self._failed_detects: set[tuple[str, str]] = set()
 
     def add(self, register: Register) -> None:
@@ -148,6 +165,9 @@ class Registry:
             self._claims.append(claim)
         self._kernels.extend((register.owner, kernel) for kernel in register.kernels)
         self._demos.extend(register.demos)
+        for family, writer in register.tinies:
+            _claim(self._tiny_owners, family, register.owner)
+            self._tiny_writers[family] = writer
 
     # -- lookups ---------------------------------------------------------------------------------------
 
@@ -195,6 +215,15 @@ class Registry:
         """Bundled pairs, in the order their plugins registered."""
         return tuple(self._demos)
 
+    def tiny_families(self) -> tuple[str, ...]:
+        """Families a tiny checkpoint can be written of, sorted."""
+        return tuple(sorted(self._tiny_owners))
+
+    def tiny_writer(self, family: str) -> str | None:
+        """ "module:function" that writes tiny checkpoints of `family`, None when nobody offers one."""
+        owner = self._sole("tiny family", family, self._tiny_owners.get(family, []))
+        return None if owner is None else self._tiny_writers[family]
+
     def kernels(self, op: str | None = None) -> list[tuple[str, Kernel]]:
         """(owner, kernel) of every kernel, or of those for `op`."""
         return [(owner, kernel) for owner, kernel in self._kernels if op is None or kernel.op == op]
@@ -205,6 +234,7 @@ class Registry:
             ("target model_type", self._targets),
             ("drafter model_type", self._drafter_types),
             ("drafter kind", self._bare_kinds),
+            ("tiny family", self._tiny_owners),
         )
         return [
             self._contested(what, key, owners)

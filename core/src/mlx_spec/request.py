@@ -224,8 +224,7 @@ class Row:
         if timings.predicted_ms:
             timings.predicted_per_second = n / timings.predicted_ms * 1e3
         report.acceptance_by_position = [
-            a / p if p else 0.0
-            for a, p in zip(report.accepted_by_position, report.proposed_by_position, strict=True)
+            a / p if p else 0.0 for a, p in zip(report.accepted_by_position, report.proposed_by_position, strict=True)
         ]
         forwards = timings.draft_rounds + timings.plain_steps
         report.tokens_per_round = n / forwards if forwards else 0.0
@@ -247,7 +246,9 @@ class Row:
 def check_prompt(prompt: Sequence[int], vocab_size: int, context: int) -> list[int]:
     """Token ids as ints, or a UsageError naming the first bad one."""
     if len(prompt) == 0:
-        raise UsageError("prompt", found="no tokens", expected="at least one token", next_step="Give a prompt", code="U10")
+        raise UsageError(
+            "prompt", found="no tokens", expected="at least one token", next_step="Give a prompt", code="U10"
+        )
     ids: list[int] = []
     for i, token in enumerate(prompt):
         if isinstance(token, bool) or not hasattr(token, "__index__"):

@@ -11,9 +11,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-import torch  # noqa: E402
-from demo_pair import corpus, evaluate, export, parallel, reference, train_drafter, train_target  # noqa: E402
-from demo_pair.settings import DrafterSchedule, TargetSchedule, Work  # noqa: E402
+import torch
+from demo_pair import corpus, evaluate, export, parallel, reference, train_drafter, train_target
+from demo_pair.settings import DrafterSchedule, TargetSchedule, Work
 
 STEPS = ("tokenizer", "target", "sample", "drafter", "export", "evaluate", "reference")
 DEMO = Path(__file__).resolve().parent.parent / "src" / "mlx_spec_gemma4" / "demo"

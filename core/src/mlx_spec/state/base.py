@@ -40,7 +40,7 @@ class State(ABC):
     def rewind(self, mark: Mark, keep: Sequence[int]) -> None:
         """Forget all rows past mark.lengths[b] + keep[b]. Raises ValueError when that cannot be done."""
 
-    def check_rewind(self, mark: Mark, keep: Sequence[int]) -> None:  # noqa: B027 - optional to override
+    def check_rewind(self, mark: Mark, keep: Sequence[int]) -> None:
         """Raise the ValueError that `rewind` would raise, changing nothing; lets a group stay whole."""
 
     @abstractmethod

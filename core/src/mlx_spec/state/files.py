@@ -66,4 +66,6 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _refused(path: Path, found: str, expected: str) -> LoadError:
-    return LoadError(f"saved state {path}", found=found, expected=expected, next_step="Delete it, it can be rebuilt", code="L31")
+    return LoadError(
+        f"saved state {path}", found=found, expected=expected, next_step="Delete it, it can be rebuilt", code="L31"
+    )

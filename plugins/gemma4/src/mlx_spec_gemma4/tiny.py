@@ -1,4 +1,4 @@
-"""Tiny random Gemma 4 checkpoints on disk, in the layout real ones have. Seconds to run, unequal sizes.
+"""Tiny random Gemma 4 checkpoints on disk, in the layout real ones have; unequal sizes.
 
     write_tiny("out", "E")      ->  out/target and out/drafter
 

@@ -1,4 +1,4 @@
-"""Writing a tiny checkpoint: dtype, optional quantisation, shards, index and the JSON files beside them."""
+"""Writing a tiny checkpoint: dtype, optional quantisation, shards, index and JSON files."""
 
 from __future__ import annotations
 

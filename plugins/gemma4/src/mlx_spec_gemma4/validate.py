@@ -25,7 +25,7 @@ _PROBLEM_CODES = {"tensors": "GM20", "shape": "GM21", "quantisation": "GM22", "n
 
 
 def validate(target: ModelRef, drafter: ModelRef) -> list[Finding]:
-    """Every finding about the pair, all at once. Raises LoadError for a config.json that cannot be read as one."""
+    """Every finding about the pair, all at once. Raises LoadError for an unusable config.json."""
     allowed = PARTNERS[drafter.model_type]
     if target.model_type not in allowed:
         return [
