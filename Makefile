@@ -51,7 +51,7 @@ clean:
 	$(PIP) install -c constraints.txt -e "./core$(EXTRA)" -e ./plugins/gemma4
 	@touch $@
 
-.venv/.test: $(PROJECTS) requirements-dev.txt | .venv/bin/python
+.venv/.test: $(PROJECTS) examples/mimo/pyproject.toml requirements-dev.txt | .venv/bin/python
 	@echo "Installing what the tests need into .venv; this takes a minute or two the first time."
 	$(PIP) install -r requirements-dev.txt
 	@touch $@

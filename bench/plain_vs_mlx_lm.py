@@ -69,11 +69,12 @@ def compare(files: Checkpoints, tokens: int, runs: int) -> dict[str, Any]:
         out["tokens_equal"] = ids_equal and equal
     exact = turned["unequal"] == 0 and stock["other_argmax"] == 0 and out["tokens_equal"]
     out["passed"] = bool(exact) and ids["decode_ratio"]["median"] >= GOAL
+    text = f"text {shown(out['text']['decode_ratio'])}x, " if "text" in out else ""
     print(
-        f"{files.label}: ids {shown(ids['decode_ratio'])}x of mlx-lm's decode, "
-        + (f"text {shown(out['text']['decode_ratio'])}x, " if "text" in out else "")
-        + f"first token {shown(ids['first_token_ratio'])}x its time, tokens {'equal' if out['tokens_equal'] else 'DIFFER'};"
-        f" of {tokens} logits rows {stock['unequal']} unequal, {turned['unequal']} with the ring in order",
+        f"{files.label}: ids {shown(ids['decode_ratio'])}x of mlx-lm's decode, {text}"
+        f"first token {shown(ids['first_token_ratio'])}x its time, "
+        f"tokens {'equal' if out['tokens_equal'] else 'DIFFER'}; of {tokens} logits rows "
+        f"{stock['unequal']} unequal, {turned['unequal']} with the ring in order",
         file=sys.stderr,
     )
     return out

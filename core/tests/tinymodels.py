@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the real layout, by mlx-lm's own model classes; unequal sizes for unequal axes."""
+"""Configurations and tokenizers for tiny checkpoints that the kit writes; unequal sizes for unequal axes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from mlx_spec.testing import tiny as kit
+from mlx_spec.testing.tiny import write_weights
+
+__all__ = [
+    "CONFIGS",
+    "GEMMA3",
+    "LLAMA",
+    "MAMBA",
+    "SMALL_LLAMA",
+    "TEMPLATE",
+    "write_model",
+    "write_tokenizer",
+    "write_weights",
+]
 
 LLAMA = {
     "model_type": "llama",
@@ -65,41 +80,8 @@ CONFIGS = {"llama": LLAMA, "small-llama": SMALL_LLAMA, "gemma3": GEMMA3, "mamba"
 
 
 def write_model(path: Path, config: str | dict[str, Any] = "llama", *, shards: int = 1, seed: int = 3) -> Path:
-    """Write config.json and float32 safetensors (one file, or `shards` files and an index) to `path`; return it."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-    from mlx_lm.utils import _get_classes
-
-    values = dict(CONFIGS[config] if isinstance(config, str) else config)
-    mx.random.seed(seed)
-    model_class, args_class = _get_classes(values)
-    model = model_class(args_class.from_dict(values))
-    weights = {
-        k: mx.random.normal(v.shape) * (0.3 if v.ndim > 1 else 0.1) + (v.ndim == 1)
-        for k, v in tree_flatten(model.parameters())
-    }
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(values))
-    write_weights(path, weights, shards)
-    return path
-
-
-def write_weights(path: Path, weights: dict[str, Any], shards: int = 1) -> None:
-    """Save tensors as model.safetensors, or as numbered shards with model.safetensors.index.json."""
-    import mlx.core as mx
-
-    if shards == 1:
-        mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
-        return
-    names = sorted(weights)
-    parts = [names[i::shards] for i in range(shards)]
-    weight_map = {}
-    for i, part in enumerate(parts):
-        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
-        mx.save_safetensors(str(path / file), {n: weights[n] for n in part}, metadata={"format": "mlx"})
-        weight_map |= dict.fromkeys(part, file)
-    index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    """Write a checkpoint of one of CONFIGS by name, or of any config; return its path."""
+    return kit.write_model(path, CONFIGS[config] if isinstance(config, str) else config, shards=shards, seed=seed)
 
 
 CONTROL = ["<bos>", "<eos>", "<pad>", "<|end|>"]

@@ -302,7 +302,12 @@ class Advancer:
         self._empty = min(self._empty + 1, 4)
         drafter, lane = self.pair.drafter, self.lane
         if drafter is not None and lane is not None and lane.draft_state is not None:
-            for row, reason in zip(rows, drafter.explain(lane.draft_state), strict=True):
+            try:
+                reasons = drafter.explain(lane.draft_state)
+            except Exception as exc:  # foreign code: costs an explanation only
+                log.debug("drafter explain raised", exc_info=True)
+                reasons = [f"drafter explain raised {type(exc).__name__}: {exc}"] * len(rows)
+            for row, reason in zip(rows, reasons, strict=False):
                 if reason:
                     row.note_fallback(reason)
         return self._single(rows, min(self._empty, max(row.remaining for row in rows)))

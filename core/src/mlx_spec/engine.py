@@ -142,6 +142,10 @@ class Engine:
                 self._prefill = None
                 self._fail(work.row, str(exc))
                 continue
+            except BaseException as exc:  # a fault of code: shown to who steps, and the engine can go on
+                self._prefill = None
+                self._fail(work.row, f"{type(exc).__name__}: {exc}")
+                raise
             spent += max(1, work.done - before)
             if complete:
                 self._prefill = None
@@ -156,6 +160,10 @@ class Engine:
             for row in self._advancer.drop_all():
                 self._fail(row, str(exc))
             return
+        except BaseException as exc:  # the lane is in no known state: its requests end, the engine can go on
+            for row in self._advancer.drop_all():
+                self._fail(row, f"{type(exc).__name__}: {exc}")
+            raise
         for row, event in emitted:
             handle = self._handles[row.request.id]
             handle.events.append(event)

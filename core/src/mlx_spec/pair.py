@@ -186,6 +186,9 @@ def _choose_width(pair: Pair, block_size: int | None, source: str) -> None:
     plan.notes += chosen.notes
     plan.active = chosen.L > 1
     plan.reason = "drafter loaded" if plan.active else "block size 1 turns drafting off"
+    if plan.active and plan.kv_bits is not None and not drafter.capabilities.quantised_kv:
+        plan.active, plan.reason = False, f"plain decoding: {drafter.kind} does not read {plan.kv_bits}-bit K/V"
+        log.warning("%s", plan.reason)
     if plan.active:
         pair.costs = load_costs(pair.key)
 
@@ -224,9 +227,11 @@ def pair_key(pair: Pair) -> str:
 
     import mlx.core as mx
 
+    from . import __version__
     from .checkpoint import fingerprint
 
     parts = [
+        __version__,
         fingerprint(pair.target_ref.path),
         fingerprint(pair.drafter_ref.path) if pair.drafter_ref is not None else pair.plan.requested,
         str(pair.plan.kv_bits),

@@ -90,6 +90,7 @@ def checked_draft(draft: Draft | None, lane: Lane, budget: Sequence[int]) -> Dra
 def propose(lane: Lane, hooks: RoundHooks, budget: Sequence[int], draw: Any) -> Draft:
     """Ask the drafter; raises DraftFault for everything it may do wrong, with the target untouched."""
     before = lane.states.mark()
+    anchors, held = lane.anchors, [len(tokens) for tokens in lane.tokens]
     lane.bind_draw(draw)
     try:
         draft = checked_draft(hooks.propose(lane=lane, budget=budget), lane, budget)
@@ -100,6 +101,12 @@ def propose(lane: Lane, hooks: RoundHooks, budget: Sequence[int], draw: Any) -> 
         raise DraftFault(f"drafter raised {type(exc).__name__}: {exc}") from exc
     finally:
         lane.bind_draw(None)
+        meddled = lane.anchors is not anchors or held != [len(tokens) for tokens in lane.tokens]
+        lane.anchors = anchors
+        for tokens, length in zip(lane.tokens, held, strict=True):
+            del tokens[length:]
+    if meddled:
+        raise DraftFault("drafter changed the lane's tokens or anchors")
     if lane.states.lengths != before.lengths:
         lane.states.rewind(before, [0] * lane.size)
         raise DraftFault("drafter changed the target's state")

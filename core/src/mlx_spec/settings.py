@@ -141,6 +141,7 @@ def _expectation(problem: Any) -> str:
         "int_parsing": "a whole number",
         "bool_parsing": "on or off",
         "greater_than_equal": f"at least {context.get('ge')}",
+        "less_than_equal": f"at most {context.get('le')}",
         "literal_error": str(context.get("expected")),
         "value_error": str(context.get("error")),
     }

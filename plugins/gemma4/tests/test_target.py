@@ -72,16 +72,13 @@ def test_prefill_is_byte_for_byte_mlx_lm_and_stays_close(
 
 EVERY_WIDTH = ((3, 2), (WINDOW - 1, 3), (WINDOW, 4), (WINDOW + 1, 5), (21, 6), (21, 7), (21, 8))
 SOME_WIDTHS = ((3, 8), (WINDOW, 4), (21, 5))  # below, at and past the window
-BLOCKS = [
-    pytest.param("E", {}, None, EVERY_WIDTH, id="E-f32"),
+BLOCKS = [  # float32 with dense K/V is in test_conformance.py
     pytest.param("E", {"dtype": "bfloat16"}, None, EVERY_WIDTH, id="E-bf16"),
     pytest.param("E", {"quantise": 4}, None, SOME_WIDTHS, id="E-4bit"),
     pytest.param("E", {}, 8, SOME_WIDTHS, id="E-f32-kv8"),
     pytest.param("E", {"quantise": 8, "dtype": "bfloat16"}, 4, SOME_WIDTHS, id="E-8bit-bf16-kv4"),
-    pytest.param("D31", {}, None, SOME_WIDTHS, id="D31-f32"),
     pytest.param("D31", {"dtype": "bfloat16"}, 8, SOME_WIDTHS, id="D31-bf16-kv8"),
     pytest.param("D31", {"quantise": 4}, 4, SOME_WIDTHS, id="D31-4bit-kv4"),
-    pytest.param("MOE", {}, None, SOME_WIDTHS, id="MOE-f32"),
     pytest.param("MOE", {"quantise": 4, "dtype": "bfloat16"}, None, SOME_WIDTHS, id="MOE-4bit-bf16"),
 ]
 
@@ -100,45 +97,6 @@ def test_block_equals_single_steps_in_bytes(
         narrow = [target.forward(row(t), single, ("hidden",)) for t in tokens[length:]]
         assert mx.array_equal(wide.logits, mx.concatenate([n.logits for n in narrow], axis=1)), (length, width)
         assert mx.array_equal(wide.taps["hidden"], mx.concatenate([n.taps["hidden"] for n in narrow], axis=1))
-
-
-@pytest.mark.parametrize(
-    ("variant", "length", "kv_bits"), [("E", 3, None), ("E", WINDOW - 2, 8), ("E", 21, None), ("D31", WINDOW, None)]
-)
-def test_rejected_rows_leave_no_trace(
-    loaded: Callable[..., Ours], variant: str, length: int, kv_bits: int | None
-) -> None:
-    target = loaded(variant).target
-    tokens, width = ids(length + 12, seed=3), 4
-    for keep in range(width + 1):
-        states, plain = target.make_states(kv_bits, GROUP), target.make_states(kv_bits, GROUP)
-        for s in (states, plain):
-            target.forward(row(*tokens[:length]), s)
-        mark = states.mark()
-        kept = tokens[length : length + keep]
-        target.forward(row(*kept, *ids(width - keep, seed=9)), states)
-        states.rewind(mark, [keep])
-        for token in kept:
-            target.forward(row(token), plain)
-        for token in tokens[length + keep : length + keep + 2]:
-            assert mx.array_equal(target.forward(row(token), states).logits, target.forward(row(token), plain).logits)
-
-
-def test_rows_of_a_ragged_batch_equal_the_rows_alone(loaded: Callable[..., Ours]) -> None:
-    target = loaded("E").target
-    prompts = [ids(n, seed=n) for n in (4, WINDOW + 3, 19)]
-    alone, groups = [], []
-    for prompt in prompts:
-        states = target.make_states()
-        target.forward(row(*prompt), states)
-        groups.append(states.extract(0))
-        alone.append([target.forward(row(t), states).logits for t in ids(3, seed=7)])
-    together = type(groups[0]).merge(groups)
-    for step, token in enumerate(ids(3, seed=7)):
-        logits = target.forward(mx.array([[token]] * 3, dtype=mx.int32), together).logits
-        for b in range(3):
-            assert mx.allclose(logits[b : b + 1], alone[b][step], rtol=0, atol=1e-5)
-    assert together.lengths == (7, WINDOW + 6, 22)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,30 +43,29 @@ def rope(full: dict[str, Any] | None = None, sliding: dict[str, Any] | None = No
     }
 
 
-# code, changes to the drafter's config.json, what the message must hold besides both names
+# code, changes to the drafter's config.json, what it is about; that both values are named is in test_conformance.py
 MUTATIONS = [
-    ("GM11", {"backbone_hidden_size": 48}, ("backbone_hidden_size 48", "hidden_size 64")),
-    ("GM12", {TEXT + "vocab_size": 256}, ("256", "320")),
-    ("GM14", {TEXT + "head_dim": 32}, ("32 in the drafter", "16, as in the target", "sliding_attention")),
-    ("GM14", {TEXT + "global_head_dim": 64}, ("64 in the drafter", "32, as in the target", "full_attention")),
-    ("GM15", {TEXT + "num_attention_heads": 5}, ("5 query heads", "a multiple of 2 K/V heads")),
-    ("GM16", rope(full={"rope_theta": 5e5}), ("500000.0", "1000000.0", "rope_theta")),
-    ("GM16", rope(full={"partial_rotary_factor": 0.5}), ("0.5", "0.25", "partial_rotary_factor")),
-    ("GM16", rope(full={"rope_type": "default"}), ("default", "proportional", "rope_type")),
-    ("GM16", rope(sliding={"rope_theta": 2e4}), ("20000.0", "10000.0", "sliding_attention")),
-    ("GM17", {TEXT + "sliding_window": 16}, ("16 in the drafter", "8, as in the target")),
-    ("GM24", {TEXT + "max_position_embeddings": 2048}, ("2048", "4096")),
-]  # fmt: skip
+    ("GM11", {"backbone_hidden_size": 48}, "hidden size"),
+    ("GM12", {TEXT + "vocab_size": 256}, "vocab_size"),
+    ("GM14", {TEXT + "head_dim": 32}, "head width (sliding_attention)"),
+    ("GM14", {TEXT + "global_head_dim": 64}, "head width (full_attention)"),
+    ("GM15", {TEXT + "num_attention_heads": 5}, "heads (sliding_attention)"),
+    ("GM16", rope(full={"rope_theta": 5e5}), "rope_theta (full_attention)"),
+    ("GM16", rope(full={"partial_rotary_factor": 0.5}), "partial_rotary_factor (full_attention)"),
+    ("GM16", rope(full={"rope_type": "default"}), "rope_type (full_attention)"),
+    ("GM16", rope(sliding={"rope_theta": 2e4}), "rope_theta (sliding_attention)"),
+    ("GM17", {TEXT + "sliding_window": 16}, "sliding_window"),
+    ("GM24", {TEXT + "max_position_embeddings": 2048}, "max_position_embeddings"),
+]
 
 
-@pytest.mark.parametrize(("code", "changes", "words"), MUTATIONS, ids=[f"{m[0]}-{'-'.join(m[1])}" for m in MUTATIONS])
-def test_a_field_that_does_not_fit_is_named_with_both_values(edited: Any, code: str, changes: Any, words: Any) -> None:
-    dirs = edited("E", drafter=changes)
-    found = [f for f in findings(dirs) if f.code == code]
+@pytest.mark.parametrize(("code", "changes", "what"), MUTATIONS, ids=[f"{m[0]}-{m[2]}" for m in MUTATIONS])
+def test_a_field_that_does_not_fit_has_its_code_and_names_both_sides(
+    edited: Any, code: str, changes: Any, what: str
+) -> None:
+    found = [f for f in findings(edited("E", drafter=changes)) if f.code == code]
     assert len(found) == (2 if code == "GM15" else 1)  # heads are one number for both layer types
-    message = str(found[0])
-    for word in (*words, "drafter drafter", "target target"):
-        assert word in message
+    assert found[0].subject == f"{what} of drafter drafter and target target"
     assert found[0].severity == ("warning" if code == "GM24" else "error")
 
 
@@ -155,23 +151,3 @@ def test_all_faults_are_listed_at_once(edited: Any) -> None:
 def test_other_kinds_are_not_ours(pair_dirs: Any) -> None:
     target, drafter = map(open_ref, pair_dirs("E"))
     assert plugin.spec_validate_pair(target=target, drafter=drafter, card=DrafterCard("full-model", "llama")) is None
-
-
-def test_validation_reads_no_weights_and_no_mlx(pair_dirs: Any) -> None:
-    target, drafter = pair_dirs("E")
-    code = (
-        "import sys, json, pathlib\n"
-        "from mlx_spec.types import ModelRef\n"
-        "from mlx_spec_gemma4 import plugin\n"
-        "before = [m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm', 'pydantic')]\n"
-        "paths = [pathlib.Path(p) for p in sys.argv[1:]]\n"
-        "refs = [ModelRef(p.name, p, json.loads((p / 'config.json').read_text())) for p in paths]\n"
-        "card = plugin.detect(refs[1])\n"
-        "found = plugin.spec_validate_pair(target=refs[0], drafter=refs[1], card=card)\n"
-        "after = [m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm')]\n"
-        "print(json.dumps([before, after, found, card.kind, card.block_size, card.vocab_size]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(target), str(drafter)], capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout) == [[], [], [], "mtp", 4, 320]
