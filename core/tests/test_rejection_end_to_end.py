@@ -47,7 +47,7 @@ def law(target: Target, settings: Sampling, prompt: int) -> dict[tuple[int, ...]
 
 @pytest.mark.parametrize("drafter_kind", ["full-model", "point-mass"])
 def test_fifty_thousand_draws_follow_the_target(tmp_path, drafter_kind):
-    target = tiny(tmp_path / "target", 1)
+    target = tiny(tmp_path / "target", 3)
     settings = Sampling(temperature=1.3, top_p=0.97)
     if drafter_kind == "full-model":
         card = DrafterCard("full-model", "llama", vocab_size=V)
