@@ -1,7 +1,8 @@
 """Many requests, one model owner: requests join and leave a lane between rounds.
 
-The engine is a plain object that is stepped; whoever calls `step` (a handle being iterated, a server
-thread) owns the device for that long. A lock makes calls from several threads take turns.
+The engine is a plain object that is stepped; whoever calls `step` (a handle being iterated, `run`) owns
+the device for that long. A lock makes calls take turns, but MLX binds streams to threads: load a pair and
+step its engine in one thread. From another one it can fail with a missing stream.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .advance import Advancer
 from .errors import RequestError, SpecError
 from .prefill import Prefill
-from .request import Event, Request, Result, Row, check_prompt
+from .request import Event, Request, Result, Row, check_prompt, next_id
 
 if TYPE_CHECKING:
     from .pair import Pair
@@ -76,6 +78,8 @@ class Engine:
         request.sampling.check_ids(target.vocab_size)
         handle = Handle(self, request)
         with self._lock:
+            if request.id in self._handles:  # the same object again while the first is being served
+                handle.request = request = replace(request, id=next_id())
             self._handles[request.id] = handle
             self._waiting.append(handle)
         return handle

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 _ids = itertools.count(1)
 
 
+def next_id() -> int:
+    """An id no request of this process has had."""
+    return next(_ids)
+
+
 @dataclass(slots=True)
 class Request:
     """What to generate.
@@ -40,7 +45,7 @@ class Request:
     adaptive: bool = True
     speculative: bool = True
     block_size: int | None = None
-    id: int = field(default_factory=lambda: next(_ids))
+    id: int = field(default_factory=next_id)
 
 
 @dataclass(slots=True)

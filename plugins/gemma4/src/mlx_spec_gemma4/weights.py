@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 
-from mlx_spec.checkpoint import load_tensors, tensor_index
+from mlx_spec.checkpoint import check_finite, load_tensors, tensor_index
 from mlx_spec.errors import LoadError
 
 from .config import AssistantConfig, TextConfig
@@ -111,6 +111,7 @@ def load_assistant(path: Path, config: AssistantConfig) -> Gemma4Assistant:
     weights = load_tensors(path, lambda name: not unused(name, config))
     if ORDERING in weights:
         weights[ORDERING] = _permutation(weights[ORDERING], path)
+    check_finite(weights, f"weights of assistant {path}")
     model.load_weights(list(weights.items()), strict=True)
     model.eval()
     return model
