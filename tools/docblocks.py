@@ -229,6 +229,9 @@ def contract(name: str) -> str:
 
 
 def _needs(function: Any) -> str:
+    given = getattr(function, "mlx_spec_needs_given", "")
+    if given:
+        return f"`{given}` given"
     return " or ".join(f"`{name}`" for name in getattr(function, "mlx_spec_needs", ())) or "always"
 
 

@@ -86,6 +86,18 @@ class TestTree(Kernels):
     capabilities = {"tree"}
 
 
+class TestHardlyAnything(Kernels):
+    tokens = 1
+
+
+class TestAnotherLevel(Kernels):
+    level = "roughly"
+
+
+class TestByToken(Kernels):
+    level = "greedy"
+
+
 class TestKnownFault(Kernels):
     @pytest.fixture
     def kernel(self):
@@ -118,6 +130,11 @@ WEAKENED = {
     "TestUndeclared": ("test_the_declaration_is_known", "found no declaration, expected a set of batch, sampling"),
     "TestMisspelt": ("test_the_declaration_is_known", "found unknown 'batsh', expected names out of batch"),
     "TestTree": ("test_the_declaration_is_known", "expected chains: this version verifies no trees"),
+    "TestHardlyAnything": (
+        "test_its_settings_leave_something_to_test",
+        "found 1, expected at least 6, for several rounds",
+    ),
+    "TestAnotherLevel": ("test_its_settings_leave_something_to_test", "found 'roughly', expected \"bitwise\" or"),
     "TestFixedFault": ("test_it_describes_itself", "issue 13"),
 }
 
@@ -148,6 +165,11 @@ def test_sound_and_declared_classes_pass(meta: Outcome) -> None:
     assert meta.failures("TestKnownFault") == {}
     assert meta.outcomes("TestKnownFault") == {"passed", "skipped"}  # an expected failure is reported as skipped
     assert meta.failures("TestFixedFault").keys() == {"test_it_describes_itself"}
+
+
+def test_a_weaker_level_is_printed(meta: Outcome) -> None:
+    assert "TestByToken: level greedy: blocks are compared by token, not by bytes" in meta.output
+    assert meta.outcomes("TestByToken") == {"passed"}
 
 
 def test_what_is_not_tested_is_printed(tmp_path: Path) -> None:

@@ -171,31 +171,32 @@ def laws_as_drawn(rig: Rig, seen: Proposal) -> None:
     if draft is None or not seen.draws:
         return
     when = f"draft of {type(the(rig)).__name__} after {shown(seen.histories[0])}"
-    for i in range(min(len(seen.draws), draft.tokens.shape[1])):
-        draw = seen.draws[i]
-        rows = [b for b in range(len(seen.histories)) if i < len(seen.ids(b))]
-        same = all(int(draft.tokens[b, i].item()) == int(draw.tokens[b].item()) for b in rows)
-        found = f"token {[seen.ids(b)[i] for b in rows]} at step {i}"
-        expected = f"{[int(draw.tokens[b].item()) for b in rows]}, as lane.draw answered"
-        require(
-            same, when, found=found, expected=expected, look="propose: the drafted token is the one lane.draw returned"
-        )
-        if draw.law is None:
+    ids = [seen.ids(b) for b in range(len(seen.histories))]
+    for i, draw in enumerate(seen.draws[: draft.tokens.shape[1]]):
+        rows = [b for b, row in enumerate(ids) if i < len(row)]
+        drawn: list[int] = draw.tokens.tolist()
+        wrong = next((b for b in rows if ids[b][i] != drawn[b]), None)
+        if wrong is not None:
+            found, expected = f"token {ids[wrong][i]} at step {i}", f"{drawn[wrong]}, as lane.draw answered"
+            broken(
+                when, found=found, expected=expected, look="propose: the drafted token is the one lane.draw returned"
+            )
+        if draw.law is None or not rows:
             continue
         if draft.probs is None:
             broken(when, found="probs None", expected="the laws that lane.draw returned", look=LAWS)
-        wrong = next((b for b in rows if not same_bytes(draft.probs[b, i], draw.law[b])), None)
-        if wrong is not None:
-            other = next(
-                (
-                    k
-                    for k, d in enumerate(seen.draws)
-                    if d.law is not None and same_bytes(draft.probs[wrong, i], d.law[wrong])
-                ),
-                None,
-            )
-            found = f"the law of step {other}" if other is not None else "another law"
+        index = mx.array(rows)
+        if not same_bytes(draft.probs[index, i], draw.law[index]):
+            found = _other_law(seen, draft.probs[index, i], index)
             broken(f"probs of step {i}, {when}", found=found, expected="the one lane.draw returned", look=LAWS)
+
+
+def _other_law(seen: Proposal, probs: mx.array, rows: mx.array) -> str:
+    """Which step's law was reported instead, in words."""
+    for k, draw in enumerate(seen.draws):
+        if draw.law is not None and same_bytes(probs, draw.law[rows]):
+            return f"the law of step {k}"
+    return "another law"
 
 
 def acceptance(run: Run) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 f"{_label(cls)} removes test_the_contract_is_whole, the test that its contract is complete. "
                 "Put it back."
             )
-        notes = list(cls.notes()) if hasattr(cls, "notes") else []
+        notes = cls.notes()
         if notes:
             config.stash[_NOTES][_label(cls)] = notes
     if dropped:
@@ -90,13 +90,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line(f"{label}: {text}")
 
 
-def _contract_of(item: pytest.Item) -> type | None:
+def _contract_of(item: pytest.Item) -> type[Contract] | None:
     """The author's contract class an item belongs to."""
     cls = getattr(item, "cls", None)
     return cls if isinstance(cls, type) and issubclass(cls, Contract) and not is_contract(cls) else None
 
 
-def _missing(cls: type, item: pytest.Item) -> str:
+def _missing(cls: type[Contract], item: pytest.Item) -> str:
     """Why the test is left out of this class, "" when it is not."""
     function = getattr(item, "obj", None)
     wanted: tuple[str, ...] = getattr(function, "mlx_spec_needs", ())

@@ -115,7 +115,7 @@ def write_model(path: Path, config: Mapping[str, Any], *, shards: int = 1, seed:
     values = dict(config)
     model_class, args_class = _get_classes(values)
     model = model_class(args_class.from_dict(values))
-    key = mx.random.key(seed)  # a key of its own: the caller's random state is left alone
+    key = mx.random.key(seed)
     weights: dict[str, mx.array] = {}
     for name, value in tree_flatten(model.parameters()):
         key, used = mx.random.split(key)

@@ -50,15 +50,17 @@ class Proposal:
     draws: list[Draw] = field(default_factory=list)
     misdeeds: list[str] = field(default_factory=list)
     error: str = ""
+    _host: list[list[int]] | None = None
 
     def ids(self, row: int) -> list[int]:
         """Drafted ids of one row, at most its budget."""
-        if self.draft is None or self.draft.tokens.ndim != 2:
+        draft = self.draft
+        if draft is None or draft.tokens.ndim != 2:
             return []
-        width = self.draft.tokens.shape[1]
-        count = width if self.draft.counts is None else int(self.draft.counts[row])
-        ids: list[int] = self.draft.tokens[row, : min(count, self.budget[row])].tolist()
-        return ids
+        if self._host is None:
+            self._host = draft.tokens.tolist()
+        count = draft.tokens.shape[1] if draft.counts is None else int(draft.counts[row])
+        return self._host[row][: min(count, self.budget[row])]
 
 
 class Watch:

@@ -30,6 +30,9 @@ CAPABILITIES: Mapping[str, str] = {
 }
 """What a subclass may declare, and what it means."""
 
+SMALLEST = {"tokens": 6, "block_size": 3}
+"""Least values of settings that a subclass may change."""
+
 _meanings: dict[str, str] = {}
 _folders: dict[str, TinyPair] = {}
 _loaded: dict[Any, Any] = {}
@@ -84,6 +87,11 @@ class Contract:
     def declares(cls, capability: str) -> bool:
         """Whether the subclass has this capability."""
         return capability in (cls.capabilities or ())
+
+    @classmethod
+    def notes(cls) -> list[str]:
+        """What the summary says besides what was left out."""
+        return [] if cls.level == "bitwise" else [f"level {cls.level}: blocks are compared by token, not by bytes"]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One run per seed for tests that take one."""
@@ -161,6 +169,25 @@ class Contract:
             found="tree",
             expected="chains: this version verifies no trees",
             look="Capabilities.tree of your target or drafter; leave it False",
+        )
+
+    def test_its_settings_leave_something_to_test(self) -> None:
+        """Replies are long enough and blocks wide enough for several rounds; `level` is one of two."""
+        for name, least in SMALLEST.items():
+            value = getattr(type(self), name, least)
+            require(
+                type(value) is int and value >= least,
+                f"{name} of {type(self).__name__}",
+                found=repr(value),
+                expected=f"at least {least}, for several rounds with accepted and rejected drafts",
+                look="your test class; leave it out to get the kit's own",
+            )
+        require(
+            self.level in ("bitwise", "greedy"),
+            f"level of {type(self).__name__}",
+            found=repr(self.level),
+            expected='"bitwise" or "greedy"',
+            look="your test class",
         )
 
 

@@ -46,10 +46,8 @@ class KernelContract(Contract):
     @classmethod
     def notes(cls) -> list[str]:
         """What this machine cannot test."""
-        have = backend()
-        return (
-            [] if have != "cpu" else ["builds for metal and cuda: this machine has neither, only references were run"]
-        )
+        missing = "builds for metal and cuda: this machine has neither, only references were run"
+        return [*super().notes(), *([missing] if backend() == "cpu" else [])]
 
     def test_it_describes_itself(self, kernel: Kernel) -> None:
         """An op, known backends, callables, and a claim that can be checked."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...models import Target
     from ...state import StateGroup
 
-BLOCKS = (2, 3, 4, 6)  # widths L
+BLOCKS = tuple(range(2, 9))  # widths L
 VERIFY = "forward over L rows: masks, positions, and kernels that depend on the row count; then the state's rewind"
 FLAGS = {"batch": "batch", "window": "window", "recurrent": "recurrent", "conv": "conv", "quantised_kv": "quantised_kv"}
 
@@ -32,7 +32,7 @@ class TargetContract(Contract):
     def shared_out(self, rig: Rig, seed: int, block: int) -> list[list[int]]:
         """The prompts this width is run on: together the widths run on all of them."""
         prompts = rig.prompts(seed, self.declares("window"))
-        first = BLOCKS.index(block)
+        first = BLOCKS.index(block) % len(prompts)
         return prompts[first :: len(BLOCKS)]
 
     @pytest.fixture
