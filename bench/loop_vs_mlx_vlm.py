@@ -1,7 +1,7 @@
 """Our speculative loop against mlx-vlm's on the same Gemma 4 pair, in turns, in one process.
 
     make oracles                                     an environment with mlx-vlm 0.7.10
-    .venv-oracles/bin/python bench/loop_vs_mlx_vlm.py [--tokens 128] [--runs 9] [--save]
+    .venv-oracles/bin/python bench/loop_vs_mlx_vlm.py [--tokens 96] [--runs 21] [--save]
 
 Both loops run the same weights, the same prompts, greedily, at the same L, one request. `fixed` is our loop
 without its governor, which is what mlx-vlm's does; `adaptive` is our default. `plain` is our plain decoding.
@@ -54,8 +54,6 @@ class TheirLoop:
         self.drafter = load_drafter(str(files.drafter), kind="mtp")[0]
         mx.eval(self.model.parameters(), self.drafter.parameters())
         self.width = width
-        self.accepted: list[int] = []
-        self.drafted: list[int] = []
 
     def reply(self, prompt: list[int], tokens: int) -> Iterator[list[int]]:
         """Token ids as the loop yields them, the first one from the prompt."""
@@ -71,16 +69,10 @@ class TheirLoop:
             yield [int(token)]
             if count == tokens:
                 break
-        self.accepted += [int(a) for a in self.drafter.accept_lens]
-        self.drafted += [int(d) for d in self.drafter.draft_lens]
 
-    def acceptance(self) -> list[float]:
-        """Accepted / proposed by draft position, over every round so far."""
-        rates = []
-        for i in range(max(self.drafted, default=0)):
-            proposed = sum(d > i for d in self.drafted)
-            rates.append(round(sum(a > i for a in self.accepted) / proposed, 4))
-        return rates
+    def rounds(self) -> list[tuple[int, int]]:
+        """(drafted, accepted) of every round of the last reply."""
+        return [(int(d), int(a)) for d, a in zip(self.drafter.draft_lens, self.drafter.accept_lens, strict=True)]
 
 
 def _argmax(logits: mx.array) -> mx.array:
@@ -89,7 +81,7 @@ def _argmax(logits: mx.array) -> mx.array:
 
 def main() -> int:
     """Compare at the pair's own width; exit 1 when tokens differ or our loop is slower."""
-    options = parser(__doc__, "loop_vs_mlx_vlm", tokens=128, runs=9).parse_args()
+    options = parser(__doc__, "loop_vs_mlx_vlm", tokens=96, runs=21).parse_args()
     if version("mlx-vlm") != MADE_FOR:
         print(
             f"mlx-vlm {version('mlx-vlm')}: found, expected {MADE_FOR}, whose calls this script makes", file=sys.stderr
@@ -113,7 +105,6 @@ def compare(files: Checkpoints, tokens: int, runs: int) -> dict[str, Any]:
     done = take_turns(arms(pair, theirs, texts, tokens), runs)
     rates = {name: [run.rate for run in found] for name, found in done.items()}
     equal = all(len({tuple(found[i].ids) for found in done.values()}) == 1 for i in range(runs))
-    our_rates, per_round = acceptance(pair, texts, tokens)
     out: dict[str, Any] = {"pair": files.label, "block_size": pair.plan.block_size, "tokens_equal": equal}
     for name in ("fixed", "adaptive"):
         out[f"{name}_over_mlx_vlm"] = _over(rates, name, "mlx_vlm")
@@ -122,14 +113,15 @@ def compare(files: Checkpoints, tokens: int, runs: int) -> dict[str, Any]:
     out["first_token_ours_over_mlx_vlm"] = describe(
         [a.first_s / b.first_s for a, b in zip(done["fixed"], done["mlx_vlm"], strict=True)]
     )
-    out["acceptance_ours"], out["acceptance_mlx_vlm"] = our_rates, theirs.acceptance()
-    out["tokens_per_round_ours"] = per_round
+    out["acceptance"] = same_rounds(pair, theirs, texts, tokens)
     out["per_second"] = {name: describe(values, 1) for name, values in rates.items()}
+    seen = out["acceptance"]
     print(
         f"{files.label}, L={pair.plan.block_size}: ours (fixed) {shown(out['fixed_over_mlx_vlm'])}x mlx-vlm, "
         f"adaptive {shown(out['adaptive_over_mlx_vlm'])}x; over plain: ours {shown(out['fixed_over_plain'])}x, "
-        f"mlx-vlm {shown(out['mlx_vlm_over_plain'])}x; accepted ours {our_rates}, mlx-vlm {theirs.acceptance()}; "
-        f"tokens {'equal' if equal else 'DIFFER'}",
+        f"mlx-vlm {shown(out['mlx_vlm_over_plain'])}x; tokens {'equal' if equal else 'DIFFER'}; "
+        f"{seen['rounds_differing']} of {seen['rounds_compared']} rounds accept another number, "
+        f"by position {seen['acceptance_ours']} and {seen['acceptance_mlx_vlm']}",
         file=sys.stderr,
     )
     return out
@@ -153,17 +145,40 @@ def arms(pair: Pair, theirs: TheirLoop, texts: list[list[int]], tokens: int) -> 
     }
 
 
-def acceptance(pair: Pair, texts: list[list[int]], tokens: int) -> tuple[list[float], float]:
-    """Accepted / proposed by draft position and tokens per forward of our fixed rounds, all prompts."""
-    proposed, accepted, forwards = [0] * 16, [0] * 16, 0
+def same_rounds(pair: Pair, theirs: TheirLoop, texts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Both loops from the same first token on, round by round, without the last round of a reply.
+
+    mlx-vlm takes the first token from the prompt and then begins its rounds; so do ours here, by having that
+    token at the end of the prompt. Length cuts the last round, and the two count that differently.
+    """
+    ours: list[tuple[int, int]] = []
+    others: list[tuple[int, int]] = []
+    differ = 0
     for prompt in texts:
-        done = generate(pair, prompt, None, tokens, ignore_eos=True, adaptive=False)
-        forwards += done.timings.draft_rounds + done.timings.plain_steps
-        spec = done.speculation
-        for i, (p, a) in enumerate(zip(spec.proposed_by_position, spec.accepted_by_position, strict=True)):
-            proposed[i], accepted[i] = proposed[i] + p, accepted[i] + a
-    rates = [round(a / p, 4) for a, p in zip(accepted, proposed, strict=True) if p]
-    return rates, round(len(texts) * tokens / forwards, 3)
+        first = next(block[0] for block in theirs.reply(prompt, tokens))
+        for _ in theirs.reply(prompt, tokens):
+            pass
+        done = generate(pair, [*prompt, first], None, tokens - 1, ignore_eos=True, adaptive=False)
+        left = [(len(r.draft_ids), r.accepted) for r in done.rounds if r.draft_ids][:-1]
+        right = theirs.rounds()[:-1]
+        count = min(len(left), len(right))
+        differ += sum(a != b for a, b in zip(left[:count], right[:count], strict=True))
+        ours, others = ours + left[:count], others + right[:count]
+    return {
+        "rounds_compared": len(ours),
+        "rounds_differing": differ,
+        "acceptance_ours": by_position(ours),
+        "acceptance_mlx_vlm": by_position(others),
+        "tokens_per_round": round(1 + sum(a for _, a in ours) / len(ours), 3),
+    }
+
+
+def by_position(rounds: list[tuple[int, int]]) -> list[float]:
+    """Accepted / proposed by draft position."""
+    rates = []
+    for i in range(max(drafted for drafted, _ in rounds)):
+        rates.append(round(sum(a > i for _, a in rounds) / sum(d > i for d, _ in rounds), 4))
+    return rates
 
 
 if __name__ == "__main__":

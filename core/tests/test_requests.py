@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 
 import mlx.core as mx
@@ -231,3 +232,20 @@ def test_events_join_to_the_result():
     handle = engine.submit(Request(prompt(), Sampling(), TOKENS))
     ids = [t for event in handle for t in event.token_ids]
     assert ids == handle.result().token_ids == list(reply()[:TOKENS])
+
+
+def test_the_clock_of_a_reply_covers_its_first_round(monkeypatch):
+    """A reply that is one single round still takes time: its tokens are not counted for free."""
+    from mlx_spec import rounds
+
+    real = rounds.propose
+    waited = []
+
+    def slow(*args, **kwargs):
+        waited.append(time.sleep(0.05))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr("mlx_spec.advance.propose", slow)
+    out = run(Sampling(), tokens=5, block=5)
+    assert len(waited) == out.timings.draft_rounds == 1 and out.timings.plain_steps == 0
+    assert out.timings.predicted_ms >= 50

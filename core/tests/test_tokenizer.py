@@ -105,6 +105,13 @@ def test_round_trip_and_skipped_control_tokens(tokenizer):
     assert tokenizer.decode([*ids, 5000, -1]) == "red žluť"
 
 
+def test_bytes_that_are_no_utf8_are_refused(tokenizer):
+    """A terminal hands such bytes on as lone surrogates, which no tokenizer encodes."""
+    with pytest.raises(UsageError, match="not UTF-8") as caught:
+        tokenizer.encode(b"red \xff".decode("utf-8", "surrogateescape"))
+    assert caught.value.code == "U19"
+
+
 def test_decode_keeps_spaces_before_punctuation(tokenizer):
     text = "well , it 's fine . isn 't it ?"
     assert tokenizer.decode(tokenizer.encode(text)) == text

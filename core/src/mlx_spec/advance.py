@@ -118,12 +118,21 @@ class Advancer:
         if gone or self.lane is None:
             return gone
         rows = self._lane_rows()
+        self._start_clocks(rows)
         if self._plain is None:
             budget = self._budget(rows)
             if any(budget):
                 return self._round(rows, budget)
             self._start_plain(rows, more_waiting)
         return self._plain_step(rows)
+
+    @staticmethod
+    def _start_clocks(rows: Sequence[Row]) -> None:
+        """A reply's clock starts before its first round, whose tokens it counts."""
+        now = time.perf_counter()
+        for row in rows:
+            if row.started is None:
+                row.started = now
 
     def _lane_rows(self) -> list[Row]:
         return self.rows[: self.lane.size] if self.lane is not None else []
@@ -333,10 +342,9 @@ class Advancer:
     # -- shared -----------------------------------------------------------------------------------------
 
     def _settle(self, row: Row, result: RowResult, drafted: int) -> Emission:
-        if row.started is None:
-            row.started = time.perf_counter()
         emission = settle_row(row, result)
-        row.timings.predicted_ms = (time.perf_counter() - row.started) * 1e3
+        if row.started is not None:
+            row.timings.predicted_ms = (time.perf_counter() - row.started) * 1e3
         return emission
 
     def _housekeep(self, tokens: int) -> None:

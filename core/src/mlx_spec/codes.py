@@ -63,6 +63,7 @@ CODES = _table(
     ("U15", "A reply length that is no integer of at least 0", "request", "api"),
     ("U17", "A message with a part that is no text", "request", "tokenizer"),
     ("U18", "Messages the chat template does not accept", "request", "tokenizer"),
+    ("U19", "Text with bytes that are no UTF-8", "request", "tokenizer"),
     ("U20", "A sampling setting of the wrong type or out of range", "request", "sampling text"),
     ("U21", "A drafter directory for a kind that needs none", "request", "loading"),
     ("U22", "A kind that needs a drafter directory, and none given", "request", "loading"),

@@ -127,6 +127,14 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text to ids; with special tokens, a leading start token is added unless the text spells it."""
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise UsageError(
+                "prompt",
+                found="a lone surrogate: bytes that are not UTF-8",
+                expected="Unicode text",
+                next_step="Give UTF-8 text, or token ids",
+                code="U19",
+            )
         start = getattr(self.wrapped, "bos_token", None)
         special = add_special_tokens and not (start and text.startswith(start))
         return [int(i) for i in self.wrapped.encode(text, add_special_tokens=special)]
