@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -13,6 +16,7 @@ from click.testing import CliRunner
 
 from mlx_spec import cli as cli_module
 from mlx_spec.cli import COMMANDS, SpecGroup, cli
+from mlx_spec.cli.usage import as_usage_error
 from mlx_spec.errors import LoadError, UsageError
 
 COMMAND_PLUGIN = """
@@ -72,11 +76,51 @@ def test_every_command_has_help_and_names_itself(name):
     assert result.output.startswith(f"Usage: spec {name}")
 
 
-def test_unknown_command_and_option_are_usage_errors(spec):
-    for arguments, text in ((["plugin"], "'plugins'"), (["--nonsense"], "--nonsense")):
-        done = spec(*arguments)
-        assert done.returncode == 2
-        assert text in done.stderr and "Traceback" not in done.stderr
+HUGE = "9" * 20_000 + "x"
+REFUSALS = {
+    "plugin": "command: found 'plugin', expected generate | inspect | .* | doctor. Did you mean 'plugins'?",
+    "zzz": "command: found 'zzz', expected generate | .*. See spec --help.",
+    HUGE: "command: found '999.* (20003 characters) .*999x', expected generate | .*. See spec --help.",
+    "--nonsense": "spec: found option '--nonsense', expected an option it has. See spec --help.",
+    "generate --max-token 3": "spec generate: found option '--max-token', .* Did you mean --max-tokens or .*?",
+    "generate --exactness nope": "--exactness: found 'nope', expected bitwise | greedy | distribution | lossy. .*",
+    f"generate --seed {HUGE}": "--seed: found '999.* (20003 characters) .*999x', expected a whole number. .*",
+    "generate -n -1": "-n / --max-tokens: found -1, expected a whole number of at least 0. Correct the value.",
+    "generate --temp warm": "--temp: found 'warm', expected a number. Correct the value.",
+    "generate --kv-bits": "--kv-bits: found no value, expected one behind it. Give it a value.",
+    "generate --json=3": "--json: found a value, expected none: it is a switch. Drop the value.",
+    "inspect": "spec inspect: found no MODEL, expected spec inspect [OPTIONS] MODEL. Add it; see spec inspect --help.",
+    f"inspect a {HUGE}": "spec inspect: found unexpected extra argument .* (20033 characters) .*",
+    "new drafter": "spec new: found no NAME, expected spec new [OPTIONS] {drafter|family} NAME. Add it; .*",
+    "new dr x": "KIND: found 'dr', expected drafter | family. Correct the value.",
+    f"new drafter x --out {__file__}": "--out: found .* is a file, expected a folder. Correct the value.",
+}
+
+
+@pytest.mark.parametrize("line", REFUSALS, ids=lambda line: line[:30])
+def test_refused_command_lines_say_found_expected_and_next_step(line):
+    """click finds them; they are told in the form of every other error, on one short line."""
+    result = CliRunner().invoke(cli, line.split())
+    assert result.exit_code == 2 and result.stdout == ""
+    pattern = ".*".join(map(re.escape, REFUSALS[line].split(".*")))
+    assert re.fullmatch(pattern + "\n", result.stderr), result.stderr
+    assert len(result.stderr) < 400
+
+
+def test_refused_command_lines_have_codes():
+    lines = ("generate -n x", "inspect", "--nonsense", "zzz", "inspect a b")
+    found = []
+    for line in lines:
+        with pytest.raises((click.UsageError, UsageError)) as caught:
+            cli.main(line.split(), standalone_mode=False)
+        error = caught.value
+        found.append((error if isinstance(error, UsageError) else as_usage_error(error)).code)
+    assert found == ["U50", "U51", "U52", "U53", "U54"]
+
+
+def test_no_arguments_show_the_help(spec):
+    done = spec()
+    assert "Usage: spec [OPTIONS] COMMAND" in done.stdout + done.stderr and done.returncode in (0, 2)
 
 
 def test_python_m_and_version(spec):
@@ -162,7 +206,10 @@ FULL = {"found": "1", "expected": "2", "next_step": "Do this"}
     [
         (UsageError("--top-p", **FULL), 2, "--top-p: found 1, expected 2. Do this.\n"),
         (LoadError("config.json", **FULL), 1, "config.json: found 1, expected 2. Do this.\n"),
-        (click.UsageError("wrong"), 2, "Error: wrong"),
+        (click.UsageError("wrong."), 2, ": found wrong, expected"),
+        (click.ClickException("a plugin's own"), 1, "Error: a plugin's own"),
+        (OSError(errno.ENOSPC, "No space left"), 1, "writing the output: found No space left, expected a place that"),
+        (OSError(errno.ENOSPC, "No space left", "a.json"), 1, "internal error: OSError"),
         (KeyboardInterrupt(), 130, ""),
         (click.Abort(), 130, ""),
         (BrokenPipeError(), 141, ""),
@@ -193,6 +240,43 @@ def test_a_reader_that_leaves_costs_no_message(spec, tmp_path):
     finally:
         os.close(write)
     assert done.returncode == cli_module.READER_LEFT and done.stderr == ""
+
+
+def run_with_output(command: str, unbuffered: str = "") -> subprocess.CompletedProcess[str]:
+    """A shell line with `spec` in it."""
+    line = command.replace("spec", f"{sys.executable} -m mlx_spec", 1)
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    return subprocess.run(line, shell=True, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+# A file that may not grow is full everywhere; Linux has a device for it too.
+FULL_PLACES = ["file", *(["/dev/full"] if Path("/dev/full").exists() else [])]
+
+
+@pytest.mark.parametrize("command", ["plugins --json", "--help", "generate --help", "--version"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("place", FULL_PLACES)
+def test_a_full_output_is_one_error(command, unbuffered, place, tmp_path):
+    limit = "ulimit -f 0; " if place == "file" else ""
+    place = tmp_path / "output" if place == "file" else place
+    done = run_with_output(f"{limit}PYTHONDONTWRITEBYTECODE=1 spec {command} > {place}", unbuffered)
+    assert done.returncode == 1
+    found = "File too large" if limit else "No space left on device"
+    assert done.stderr.startswith(f"writing the output: found {found}, expected a place that takes it.")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_output_is_one_error_and_closed_talk_is_none():
+    done = run_with_output("spec plugins >&-")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "writing the output: found standard output closed" in done.stderr
+    assert run_with_output("spec plugins 2>&-").returncode == 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_takes_one_line_costs_no_message(unbuffered):
+    done = run_with_output("spec doctor --json | head -1", unbuffered)
+    assert done.stdout == "{\n" and done.stderr == ""
 
 
 def test_log_level_reaches_the_logger(spec):

@@ -28,6 +28,15 @@ def test_json_of_dataclasses_paths_sets_and_infinity(capsys):
     }
 
 
+def test_a_full_stderr_stops_no_work(monkeypatch):
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sys.stderr", Full())
+    output.note("a word beside the work")
+
+
 def test_json_refuses_what_it_does_not_know():
     with pytest.raises(TypeError, match="object"):
         output.print_json(object())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Step = Literal["request", "settings", "files", "choose", "install", "author", "report", "none"]
+Step = Literal["request", "settings", "files", "choose", "install", "author", "output", "report", "none"]
 
 STEPS: dict[Step, str] = {
     "request": "change the flag, field or prompt",
@@ -20,6 +20,7 @@ STEPS: dict[Step, str] = {
     "choose": "choose another target, drafter or kind",
     "install": "install, update or uninstall a distribution",
     "author": "correct the plugin or processor",
+    "output": "make room, or write elsewhere",
     "report": "report it, with the message",
     "none": "nothing has to be done",
 }
@@ -79,6 +80,11 @@ CODES = _table(
     ("U34", "Prompt ids that are no list of integers", "request", "cli/generate"),
     ("U35", "No prompt", "request", "cli/generate"),
     ("U40", "A probe of a pair that has no drafter in use", "request", "cli/probe"),
+    ("U50", "An option or argument with a value of the wrong type or out of range", "request", "cli/usage"),
+    ("U51", "An argument or a value that is missing, or a switch with a value", "request", "cli/usage"),
+    ("U52", "An option the command does not have", "request", "cli/usage"),
+    ("U53", "An unknown command", "request", "cli/usage"),
+    ("U54", "A command line that is not as the command's usage says", "request", "cli/usage"),
     ("U60", "A plugin name that is misspelt or taken", "request", "scaffold/__init__"),
     ("U61", "A folder for a new plugin that is there already", "request", "scaffold/__init__"),
     ("U62", "A folder for a new plugin that cannot be written", "request", "scaffold/__init__"),
@@ -160,6 +166,7 @@ CODES = _table(
     ("R00", "A request error raised without a code of its own", "report", "errors"),
     ("R01", "Layers of one model that disagree about their lengths", "report", "state/group"),
     ("R10", "A reply that ended in an error", "report", "cli/generate"),
+    ("R11", "An output that takes no more", "output", "cli/__init__"),
     ("R30", "A benchmark that is void, or whose arms reply differently", "report", "cli/bench"),
     ("R31", "A benchmark of drafting on a pair that does not draft", "choose", "cli/bench"),
     # -- exactness --------------------------------------------------------------------------------------

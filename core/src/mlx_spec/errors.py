@@ -14,15 +14,25 @@ SpecError                 base; every message is "<what>: found X, expected Y. <
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, Self
 
 Severity = Literal["error", "warning", "note"]
 
 
+LONGEST = 600  # characters of one part of a message: a value somebody gave may be a whole file
+
+
+def shorten(text: str, limit: int = 80) -> str:
+    """`text`, its middle replaced when it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}... ({len(text)} characters) ...{text[-(limit // 8) :]}"
+
+
 def message(what: str, found: object, expected: object, next_step: str) -> str:
-    """The one sentence shape of every error: what, found, expected, next step."""
+    """The one sentence shape of every error: what, found, expected, next step; huge values are cut short."""
     step = next_step if next_step.endswith((".", "!", "?")) else next_step + "."
-    return f"{what}: found {found}, expected {expected}. {step}"
+    return f"{shorten(what, LONGEST)}: found {shorten(str(found), LONGEST)}, expected {expected}. {step}"
 
 
 class SpecError(Exception):
@@ -41,6 +51,12 @@ class SpecError(Exception):
         if code is not None:
             self.code = code
         super().__init__(message(what, found, expected, next_step))
+
+    def given_by(self, source: str) -> Self:
+        """The same error, naming the flag or variable that brought the value at fault."""
+        self.what = f"{source}: {self.what}"
+        self.args = (message(self.what, self.found, self.expected, self.next_step),)
+        return self
 
 
 class UsageError(SpecError):

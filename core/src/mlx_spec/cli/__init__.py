@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 refused or failed, 2 bad usage, 130 interrupted, 141 the r
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
-from ..errors import PluginError, SpecError
+from ..errors import PluginError, RefusedError, SpecError
 from ..settings import early
 
 # name -> (where the command lives, its line in `spec --help`)
@@ -31,6 +32,8 @@ COMMANDS = {
     "doctor": ("doctor:command", "Check this installation and name the next step for each problem."),
 }
 INTERRUPTED, READER_LEFT = 130, 141
+TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+NO_ARGUMENTS = getattr(click.exceptions, "NoArgsIsHelpError", ())  # older click prints the help and exits
 
 
 class SpecGroup(click.Group):
@@ -95,11 +98,11 @@ class SpecGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            from difflib import get_close_matches
+            if isinstance(error, click.NoSuchOption):
+                raise
+            from .usage import unknown_command
 
-            close = get_close_matches(args[0], self.list_commands(ctx), n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else "See spec --help."
-            raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx) from error
+            raise unknown_command(args[0], self.list_commands(ctx)) from error
 
     def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         """Run a command line; in standalone mode every outcome becomes an exit code."""
@@ -107,6 +110,7 @@ class SpecGroup(click.Group):
             return super().main(args, standalone_mode=False, **extra)
         extra.setdefault("prog_name", "spec")
         try:
+            _need_streams()
             result = super().main(args, standalone_mode=False, **extra)
             sys.stdout.flush()
             code = result if isinstance(result, int) else 0
@@ -136,27 +140,63 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, ReaderLeft | BrokenPipeError):
-        # Python flushes stdout once more at exit; give it something that can be written to.
-        with suppress(OSError, ValueError):  # a captured stdout has no file descriptor
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return READER_LEFT
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED
-    if isinstance(error, click.ClickException):
-        error.show()
-        return error.exit_code
-    if isinstance(error, SpecError):
-        click.echo(str(error), err=True)
-        code = error.exit_code
-    else:
-        hint = "" if early().debug else " Set MLX_SPEC_LOG_LEVEL=debug for the traceback."
-        click.echo(f"internal error: {type(error).__name__}: {error}.{hint}", err=True)
-        code = 1
-    if early().debug:
-        import traceback
+    shown = _shown(error)
+    if isinstance(error, OSError) and isinstance(shown, SpecError):
+        _discard_output()
+    with suppress(OSError):  # nobody can be told when stderr is full too
+        if isinstance(shown, click.ClickException):  # a plugin's own
+            shown.show()
+        elif isinstance(shown, SpecError):
+            click.echo(str(shown), err=True)
+        else:
+            hint = "" if early().debug else " Set MLX_SPEC_LOG_LEVEL=debug for the traceback."
+            click.echo(f"internal error: {type(error).__name__}: {error}.{hint}", err=True)
+        if early().debug:
+            import traceback
 
-        click.echo("".join(traceback.format_exception(error)), err=True)
-    return code
+            click.echo("".join(traceback.format_exception(error)), err=True)
+    return shown.exit_code if isinstance(shown, SpecError | click.ClickException) else 1
+
+
+def _shown(error: BaseException) -> BaseException:
+    """What is told instead of `error`: click's refusals and a full output in our form, all else as it is."""
+    if isinstance(error, click.UsageError) and not isinstance(error, NO_ARGUMENTS):
+        from .usage import as_usage_error
+
+        return as_usage_error(error)
+    # An error of a file names it; one of an open stream, which here is the output, names nothing.
+    if isinstance(error, OSError) and error.filename is None and error.errno in TAKES_NO_MORE:
+        return _no_output(error.strerror or str(error))
+    return error
+
+
+def _need_streams() -> None:
+    """Refuse to work for nobody; talk that nobody can read is dropped."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - as long as the process
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123
+        raise _no_output("standard output closed")
+
+
+def _no_output(found: str) -> SpecError:
+    return RefusedError(
+        "writing the output",
+        found=found,
+        expected="a place that takes it",
+        next_step="Make room, or send it elsewhere",
+        code="R11",
+    )
+
+
+def _discard_output() -> None:
+    """Python flushes stdout once more at exit; give it something that can be written to."""
+    with suppress(OSError, ValueError):  # a captured stdout has no file descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]

@@ -38,8 +38,13 @@ def console(stderr: bool = False) -> Console:
 
 
 def note(text: str) -> None:
-    """One line for the person, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """One line for the person, on stderr; when that takes nothing, the work goes on without."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return
 
 
 def print_json(value: Any) -> None:
