@@ -117,6 +117,7 @@ class TestPair(E, PairContract):
         "tie_word_embeddings": Mutation(False, ("lm_head.weight",)),
         "text_config.num_attention_heads": Mutation(5, ("5 query heads", "a multiple of 2")),
         "text_config.max_position_embeddings": Mutation(2048, ("2048", "4096"), severity="warning"),
+        "text_config.final_logit_softcapping": Mutation(30.0, ("30", "null"), severity="warning"),
         "text_config.num_hidden_layers": Mutation(5, ("5", "4")),
         "text_config.layer_types": Mutation(["sliding_attention"] * 4, ("[64, 32]", "[128, 32]")),
         "text_config.use_bidirectional_attention": Mutation(3, ("use_bidirectional_attention", "int 3")),
@@ -132,7 +133,6 @@ class TestPair(E, PairContract):
         "text_config.top_k_experts": UNREAD,
         "text_config.moe_intermediate_size": UNREAD,
         "text_config.rms_norm_eps": "any value runs; the norms come from the tensors",
-        "text_config.final_logit_softcapping": "an assistant's logits are not capped",
         "text_config.tie_word_embeddings": "the outer one decides",
         "text_config.model_type": "the outer one decides",
     }

@@ -85,6 +85,15 @@ def test_what_every_assistant_has_in_common(edited: Any, key: str, value: Any, e
     assert key in found[0].subject
 
 
+def test_a_softcap_of_the_drafter_is_said_to_be_ignored(edited: Any) -> None:
+    key = TEXT + "final_logit_softcapping"
+    (found,) = findings(edited("E", drafter={key: 30.0}))
+    assert (found.code, found.severity) == ("GM25", "warning")
+    assert "30, which is ignored" in found.found and "drafter drafter" in found.subject
+    for none in (None, 0.0, ...):
+        assert findings(edited("E", drafter={key: none})) == []
+
+
 def test_other_family_is_refused_by_both_names(pair_dirs: Any) -> None:
     (found,) = findings((pair_dirs("UNI")[0], pair_dirs("E")[1]))
     assert found.code == "GM10"

@@ -81,6 +81,21 @@ def test_wrong_tensors_are_named(changed: Any, options: Any, change: Any, messag
     assert caught.value.code in ("GM02", "GM03")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "post_projection.weight"])
+def test_weights_that_are_not_finite_are_refused(changed: Any, name: str, value: float) -> None:
+    """Logits of such a drafter are NaN: greedy drafts would be noise, and sampled ones would have no law."""
+
+    def spoil(tensors: Tensors) -> None:
+        flat = tensors[name].flatten()
+        flat[3] = value
+        tensors[name] = flat.reshape(tensors[name].shape)
+
+    with pytest.raises(LoadError, match=f"weights of assistant .*drafter: found .*{name}") as caught:
+        load(changed(spoil))
+    assert caught.value.code == "L18"
+
+
 def test_a_copy_of_the_tied_head_is_ignored(changed: Any) -> None:
     model = load(changed(lambda t: t.update({"lm_head.weight": mx.zeros((320, 32))})))
     assert "lm_head" not in model

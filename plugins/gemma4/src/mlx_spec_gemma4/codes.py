@@ -26,4 +26,5 @@ CODES = (
     Code("GM22", "Quantisation that config.json describes otherwise, or not at all", "files", ("validate",)),
     Code("GM23", "Tensors that no assistant has: the directory is something else", "choose", ("validate",)),
     Code("GM24", "A shorter context than the target's", "none", ("validate",)),
+    Code("GM25", "A logit softcap that an assistant declares and nothing applies", "none", ("validate",)),
 )

@@ -1,6 +1,6 @@
 """What makes an assistant and a target fit, from config.json and tensor headers alone; no mlx here.
 
-The codes GM10 to GM24 are explained in `codes`.
+The codes GM10 to GM25 are explained in `codes`.
 """
 
 from __future__ import annotations
@@ -128,6 +128,16 @@ class _Pair:
             if found != expected:
                 subject = f"text_config.{key} of drafter {self.drafter_name}"
                 yield Finding("GM18", "error", subject, str(found), f"{expected} in an assistant", COMPLETE)
+        cap = text.final_logit_softcapping
+        if cap is not None:
+            yield Finding(
+                "GM25",
+                "warning",
+                f"text_config.final_logit_softcapping of drafter {self.drafter_name}",
+                f"{cap:g}, which is ignored",
+                "null: an assistant's logits are used as its head gives them",
+                "Nothing has to be done: the reply is the target's own either way",
+            )
 
     def centroids(self) -> Iterator[Finding]:
         """The centroid head must split the vocabulary evenly."""
