@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+__all__ = ["CODES", "STEPS", "Code", "Step"]
+
 Step = Literal["request", "settings", "files", "choose", "install", "author", "output", "report", "none"]
 
 STEPS: dict[Step, str] = {
