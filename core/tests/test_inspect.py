@@ -125,6 +125,7 @@ def test_quantised_checkpoint_counts_parameters(originals, tmp_path):
 def test_cache_that_cannot_roll_back_is_a_problem(folder):
     result = run(folder("mamba"))
     assert result.exit_code == 1 and "ArraysCache, which cannot roll back" in result.stderr
+    assert "Install a plugin that owns this model_type" in result.stderr and "drafter kind" not in result.stderr
     assert inspect(str(folder("llama"))).ok
 
 
@@ -302,6 +303,22 @@ def test_candidates_are_checked(folder, monkeypatch, tmp_path):
     assert fits[str(small)]["kind"] == "full-model" and fits[str(small)]["fits"]
     assert not fits[str(tmp_path / "empty")]["fits"] and "it is empty" in fits[str(tmp_path / "empty")]["reason"]
     assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["/no/such/drafter", "", "http://x/y"])
+def test_a_candidate_that_is_not_there_is_refused(folder, name):
+    result = run(folder(), "--drafter", name)
+    assert result.exit_code in (1, 2) and result.stdout == ""
+    assert name in result.stderr and result.stderr.startswith("model ") and result.stderr.count("\n") == 1
+
+
+def test_candidates_for_what_is_no_target_are_answered(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    small = folder("small-llama")
+    drafter = folder(architectures=["DFlashDraftModel"])
+    for path in (drafter, tmp_path / "empty"):
+        (fit,) = inspect(str(path), [str(small)]).drafters
+        assert (fit.source, fit.fits) == (str(small), False) and f"{path} is no target" in fit.reason
 
 
 def test_candidate_with_a_larger_vocabulary(folder):

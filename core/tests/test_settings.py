@@ -61,6 +61,8 @@ def test_twin_of_the_kind(env):
         ("MLX_SPEC_PREFILL_STEP", "0", "at least 1"),
         ("MLX_SPEC_DRAFT_BLOCK_SIZE", "4.5", "a whole number"),
         ("LLAMA_ARG_DRAFT_BLOCK_SIZE", "-1", "at least 0"),
+        ("MLX_SPEC_DRAFT_BLOCK_SIZE", "65", "at most 64"),
+        ("LLAMA_ARG_DRAFT_BLOCK_SIZE", "1000", "at most 64"),
         ("MLX_SPEC_PROBE", "perhaps", "on or off"),
         ("MLX_SPEC_LOG_LEVEL", "loud", "'debug'"),
         ("MLX_SPEC_TRACE", "hook", '"hooks"'),
@@ -88,6 +90,13 @@ def test_both_readers_agree(env):
     assert full.plugins == early.plugins == ("a", "b")
     assert full.trace == early.trace == ("hooks",)
     assert full.log_level == early.log_level == "debug" and early.debug
+
+
+def test_a_filter_without_names_stands_for_itself(env):
+    """So that it is refused as a plugin nobody has, where an empty one would quietly mean all or none."""
+    for text in (",", " , ", " "):
+        env(MLX_SPEC_PLUGINS=text)
+        assert settings.get_settings().plugins == settings.early().plugins == (text,)
 
 
 def test_cache_folder(monkeypatch, tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 from .errors import PluginError
 
 GROUP = "mlx_spec"
+NOT_INSTALLED = "G02"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,8 @@ def _missing(name: str, installed: list[str]) -> EntryRecord:
     error = PluginError(
         f"plugin {name!r} of MLX_SPEC_PLUGINS",
         found=f"no entry point of that name (installed: {', '.join(installed) or 'none'})",
-        expected="an installed plugin's name",
-        next_step="Install the distribution that provides it, or take it out of MLX_SPEC_PLUGINS",
+        expected="an installed plugin's name, or several with commas between",
+        next_step="Correct or unset MLX_SPEC_PLUGINS, or install the distribution that provides it",
         code="G02",
     )
     return EntryRecord(name, "", "", "", error)

@@ -30,7 +30,7 @@ def shorten(text: str, limit: int = 80) -> str:
 
 
 def message(what: str, found: object, expected: object, next_step: str) -> str:
-    """The one sentence shape of every error: what, found, expected, next step; huge values are cut short."""
+    """The one sentence shape of every error: what, found, expected, next step; huge values are cut."""
     step = next_step if next_step.endswith((".", "!", "?")) else next_step + "."
     return f"{shorten(what, LONGEST)}: found {shorten(str(found), LONGEST)}, expected {expected}. {step}"
 

@@ -73,13 +73,17 @@ class Inspection:
 def inspect(
     name: str, drafters: Sequence[str] = (), context: int | None = None, kv_bits: int | None = None
 ) -> Inspection:
-    """Look at a directory or hub id; problems are collected, not raised, once the directory is found."""
+    """Look at a directory or hub id; problems are collected, not raised, once every directory is found."""
+    _manager().check_asked()
     ref = resolve(name, config=False)
+    for candidate in drafters:
+        resolve(candidate, config=False)
     report = Inspection(name, ref.path)
     config = _try(report, lambda: read_config(ref.path)) if (ref.path / "config.json").exists() else None
     ref = ModelRef(ref.name, ref.path, config or {})
     _identify(report, ref, config)
     if config is None:
+        _no_target(report, drafters)
         return report
     index = _try(report, lambda: tensor_index(ref.path))
     if report.kind in ("target", "drafter"):
@@ -90,7 +94,15 @@ def inspect(
     if report.kind == "target":
         _owner(report, ref)
         _fits(report, ref, drafters)
+    else:
+        _no_target(report, drafters)
     return report
+
+
+def _no_target(report: Inspection, candidates: Sequence[str]) -> None:
+    """Say of each candidate that there is nothing here to draft for."""
+    reason = f"{report.name} is no target to draft for ({report.reason or 'see the errors'})"
+    report.drafters += [DrafterFit("?", name, False, reason) for name in candidates]
 
 
 def _try(report: Inspection, step: Callable[[], T]) -> T | None:

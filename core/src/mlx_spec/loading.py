@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import Finding, LoadError, NoEmbeddedMtpHead, PairError, RefusedError, UsageError
+from .errors import Finding, LoadError, NoEmbeddedMtpHead, PairError, RefusedError, SpecError, UsageError
 from .registry import CORE
 from .types import DrafterCard, ModelRef
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlx_spec.load")
 
+DRAFTER_FLAG, KIND_FLAG = "--draft-model", "--draft-kind"
 FULL_MODEL = "full-model"  # the one kind without model_types of its own that still needs a directory
 
 
@@ -32,9 +33,12 @@ class DrafterChoice:
 
 
 def open_ref(name: str) -> ModelRef:
-    """Resolve `name` to a folder and read its config.json."""
+    """Resolve `name` to a folder and read its config.json; PluginError for an absent plugin asked for."""
     from .checkpoint import read_config
+    from .plugins import get_manager
     from .refs import resolve
+
+    get_manager().check_asked()
 
     ref = resolve(name)
     return ModelRef(ref.name, ref.path, read_config(ref.path))
@@ -67,51 +71,65 @@ def load_target(ref: ModelRef) -> Target:
 
 
 def choose_drafter(
-    name: str | None, kind: str | None, options: Mapping[str, object], target: ModelRef | None = None
+    name: str | None,
+    kind: str | None,
+    options: Mapping[str, object],
+    target: ModelRef | None = None,
+    *,
+    name_from: str = DRAFTER_FLAG,
+    kind_from: str = KIND_FLAG,
 ) -> DrafterChoice | None:
     """Classify the drafter directory; None when nothing was asked for or kind is "none".
 
     Without a directory the target may draft for itself, with a head its checkpoint carries.
+
+    Args:
+        name_from, kind_from: flag or variable that gave the two, which an error names.
     """
     from .plugins import get_manager
+    from .settings import plugins_note
 
     registry = get_manager().registry
     if kind == "none" or (kind is None and name is None):
         return None
     if kind is not None and kind not in registry.kinds():
         raise UsageError(
-            "--draft-kind",
-            found=kind,
-            expected=" | ".join([*registry.kinds(), "none"]),
+            kind_from,
+            found=kind or "an empty name",
+            expected=" | ".join([*registry.kinds(), "none"]) + plugins_note(),
             next_step="Choose one of these",
             code="U26",
         )
     if kind is not None and kind != FULL_MODEL and registry.kind_owner(kind) is not None:
         if name is not None:
             raise UsageError(
-                "--draft-model",
-                found=f"{name} together with --draft-kind {kind}",
+                name_from,
+                found=f"{name} together with {kind_from} {kind}",
                 expected="no drafter directory, since this kind has no weights",
                 next_step="Drop one of the two",
                 code="U21",
             )
         card = DrafterCard(kind=kind, model_type="", extra=dict(options))
-        return DrafterChoice(kind, None, card, registry.kind_owner(kind) or CORE, "--draft-kind")
+        return DrafterChoice(kind, None, card, registry.kind_owner(kind) or CORE, kind_from)
     if name is None and target is not None and kind != FULL_MODEL:
         own = registry.drafter_for(target, kind)
         if own is not None:
-            return DrafterChoice(own[1].kind, target, own[1], own[0], "--draft-kind")
+            return DrafterChoice(own[1].kind, target, own[1], own[0], kind_from)
         if kind == "mtp":
             raise _no_head(target)
     if name is None:
         raise UsageError(
             "--draft-model",
             found="no drafter directory",
-            expected=f"one for --draft-kind {kind}",
+            expected=f"one for {kind_from} {kind}",
             next_step="Pass --draft-model DIR, or --draft-kind prompt-lookup, which needs none",
             code="U22",
         )
-    return _classify(open_ref(name), kind, options, target)
+    try:
+        ref = open_ref(name)
+    except SpecError as error:
+        raise error if name_from == DRAFTER_FLAG else error.given_by(name_from)  # noqa: B904 - it is the same error
+    return _classify(ref, kind, options, target, kind_from)
 
 
 def _no_head(target: ModelRef) -> NoEmbeddedMtpHead:
@@ -146,7 +164,9 @@ def _recognised(
     return found if kind == card.kind or (kind is None and related) else None
 
 
-def _classify(ref: ModelRef, kind: str | None, options: Mapping[str, object], target: ModelRef | None) -> DrafterChoice:
+def _classify(
+    ref: ModelRef, kind: str | None, options: Mapping[str, object], target: ModelRef | None, kind_from: str
+) -> DrafterChoice:
     from .plugins import get_manager
 
     registry = get_manager().registry
@@ -157,16 +177,16 @@ def _classify(ref: ModelRef, kind: str | None, options: Mapping[str, object], ta
         owner, card = found
         if kind is not None and kind != card.kind:
             raise UsageError(
-                "--draft-kind",
+                kind_from,
                 found=f"{kind} for {ref.name}, whose directory is a {card.kind} drafter (model_type {ref.model_type})",
                 expected=card.kind,
-                next_step=f"Drop --draft-kind or pass {card.kind}",
+                next_step=f"Drop {kind_from}, or give it {card.kind}",
                 code="U23",
             )
         return DrafterChoice(card.kind, ref, card, owner, "directory")
     if kind not in (None, FULL_MODEL):
         raise UsageError(
-            "--draft-kind",
+            kind_from,
             found=f"{kind} for {ref.name} (model_type {ref.model_type or 'missing'})",
             expected=f"a directory that an installed plugin knows as a {kind} drafter",
             next_step="Check `spec inspect` on the directory and `spec plugins`",
@@ -180,7 +200,7 @@ def _classify(ref: ModelRef, kind: str | None, options: Mapping[str, object], ta
         extra=dict(options),
     )
     owner = registry.kind_owner(FULL_MODEL) or CORE
-    return DrafterChoice(FULL_MODEL, ref, card, owner, "directory" if kind is None else "--draft-kind")
+    return DrafterChoice(FULL_MODEL, ref, card, owner, "directory" if kind is None else kind_from)
 
 
 def validate_pair(target: ModelRef, choice: DrafterChoice) -> list[Finding]:

@@ -8,6 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import Finding
+from .loading import (
+    DRAFTER_FLAG,
+    KIND_FLAG,
+    choose_drafter,
+    load_drafter,
+    load_target,
+    open_ref,
+    validate_pair,
+)
+from .settings import get_settings
 from .types import LEVELS, ExactnessReport, ModelRef
 
 if TYPE_CHECKING:
@@ -86,6 +96,8 @@ def load(
     block_size: int | None = None,
     *,
     block_size_from: str = "operator",
+    drafter_from: str = DRAFTER_FLAG,
+    kind_from: str = KIND_FLAG,
     exactness: str = "greedy",
     probe: bool = True,
     kv_bits: int | None = None,
@@ -100,6 +112,7 @@ def load(
         target, drafter: local directory or hub id.
         kind: "mtp", "full-model", "prompt-lookup", "none" or None (from the directory).
         block_size: L, the verified rows per round, anchor counted.
+        block_size_from, drafter_from, kind_from: flag or variable that gave the value, for messages.
         exactness: weakest level accepted: "bitwise", "greedy", "distribution" or "lossy".
         probe: False skips the exactness probe; the pair then runs as "unproven".
         kv_bits: 4 or 8 for a quantised K/V state, None for the model's dtype.
@@ -108,23 +121,21 @@ def load(
     Raises:
         LoadError, PairError, UsageError: each with what was found, expected and the next step.
     """
-    from .loading import choose_drafter, load_drafter, load_target, open_ref, validate_pair
-    from .settings import get_settings
-
-    settings = get_settings()
+    _check_quantised(kv_bits, kv_group_size)
     target_ref = open_ref(target)
-    choice = choose_drafter(drafter, kind, options or {}, target_ref)
+    choice = choose_drafter(drafter, kind, options or {}, target_ref, name_from=drafter_from, kind_from=kind_from)
     plan = Plan(
         requested=choice.kind if choice else "none",
         exactness_asked=exactness,
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
-        prefill_step=prefill_step or settings.prefill_step,
+        prefill_step=prefill_step or get_settings().prefill_step,
     )
     if choice is not None:
         plan.findings = validate_pair(target_ref, choice)
     loaded = load_target(target_ref)
     _cast(loaded, dtype)
+    _check_quantised(kv_bits, kv_group_size, loaded)
     pair = Pair(loaded, None, None, plan, target_ref)
     _attach_text(pair)
     if choice is not None:
@@ -153,6 +164,20 @@ def _cast(model: Target | Drafter, dtype: str | None) -> None:
     model.model.set_dtype(names[dtype])
     if hasattr(model, "dtype"):
         model.dtype = names[dtype]
+
+
+def _check_quantised(bits: int | None, group_size: int, target: Target | None = None) -> None:
+    """UsageError for K/V settings MLX does not have, LoadError when the target's heads do not split so."""
+    if bits is None:
+        return
+    from .state.quantised import check_quantisation
+
+    check_quantisation(bits, group_size)
+    if target is not None:
+        import mlx.core as mx
+
+        # The shapes of one step show it: nothing is computed.
+        target.forward(mx.array([[0]], dtype=mx.int32), target.make_states(bits, group_size))
 
 
 def _attach_text(pair: Pair) -> None:
@@ -196,7 +221,6 @@ def _choose_width(pair: Pair, block_size: int | None, source: str) -> None:
 def _prove(pair: Pair, probe: bool) -> None:
     """Run or recall the exactness probe, narrow the width to what is exact, or turn drafting off."""
     from .probe import prove
-    from .settings import get_settings
 
     plan, settings = pair.plan, get_settings()
     if not probe:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from . import __version__, hookspecs
-from .discovery import EntryRecord, discover
+from .discovery import NOT_INSTALLED, EntryRecord, discover
 from .errors import PluginError, SpecError
 from .registry import CORE, Register, Registry
 from .settings import early
@@ -133,6 +133,16 @@ class PluginManager:
     def record(self, name: str) -> PluginRecord | None:
         """The loaded plugin of that name."""
         return next((r for r in self.records if r.name == name and r.loaded), None)
+
+    def check_asked(self) -> None:
+        """Raise the PluginError of a name in MLX_SPEC_PLUGINS that nothing installed provides.
+
+        For what is about to use plugins: a setting that cannot be followed is refused, not guessed at.
+        """
+        for record in self.records:
+            for error in record.errors:
+                if error.code == NOT_INSTALLED:
+                    raise error
 
     # -- loading ---------------------------------------------------------------------------------------
 

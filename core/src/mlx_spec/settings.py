@@ -52,11 +52,22 @@ def split_names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def plugin_names(text: str) -> tuple[str, ...]:
+    """Names in MLX_SPEC_PLUGINS; a text without any, like ",", stands for itself: no plugin is called so."""
+    return split_names(text) or (text,)
+
+
+def plugins_note() -> str:
+    """What to add where a plugin is missed: " (MLX_SPEC_PLUGINS lets in only ...)", "" when it is not set."""
+    names = early().plugins
+    return f" ({PREFIX}PLUGINS lets in only {', '.join(names)})" if names is not None else ""
+
+
 def early() -> Early:
     """Read now, unvalidated beyond splitting; `get_settings` is where bad values are refused."""
     plugins = os.environ.get(PREFIX + "PLUGINS", "")
     return Early(
-        plugins=split_names(plugins) if plugins else None,
+        plugins=plugin_names(plugins) if plugins else None,
         trace=split_names(os.environ.get(PREFIX + "TRACE", "")),
         log_level=(os.environ.get(PREFIX + "LOG_LEVEL") or "warning").lower(),
     )

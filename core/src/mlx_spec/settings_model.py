@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, AliasGenerator, Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from .settings import default_cache_dir, split_names, variables
+from .settings import default_cache_dir, plugin_names, split_names, variables
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Names = Annotated[tuple[str, ...], NoDecode]
@@ -49,7 +49,12 @@ class Settings(BaseSettings):
     gap_log: bool = Field(False, description="top-2 gap of every verified row")
     print_token_ids: bool = Field(False, description="token ids beside the text")
 
-    @field_validator("plugins", "trace", mode="before")
+    @field_validator("plugins", mode="before")
+    @classmethod
+    def _plugin_names(cls, value: object) -> object:
+        return plugin_names(value) if isinstance(value, str) else value
+
+    @field_validator("trace", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_names(value) if isinstance(value, str) else value

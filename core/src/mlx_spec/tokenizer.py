@@ -12,10 +12,10 @@ from typing import Any
 
 from .errors import LoadError, UsageError
 
-FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model", "tiktoken.model",
-    "tekken.json", "vocab.txt",
-)  # fmt: skip
+log = logging.getLogger("mlx_spec.load")
+
+CONFIG = "tokenizer_config.json"  # names a class and its settings; the tokens themselves are in another file
+VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", "vocab.*", "*.model", "*.tiktoken", "*.bpe")
 Message = Mapping[str, Any]
 
 
@@ -33,11 +33,13 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
 
     Raises LoadError when the files are there but cannot be used. Runs no code from the folder.
     """
-    if not any((path / name).exists() for name in FILES) and not list(path.glob("*.tiktoken")):
+    if not any(next(path.glob(pattern), None) for pattern in VOCABULARIES):
+        if (path / CONFIG).exists():
+            log.warning("no tokenizer: %s has %s and no file with the tokens (tokenizer.json)", path, CONFIG)
         return None
     from .tensorfiles import read_json
 
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", CONFIG):
         if (path / name).exists():
             read_json(path / name)  # names the file, where the libraries below name a parser state
     with _quiet_transformers():

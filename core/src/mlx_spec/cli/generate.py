@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import RefusedError, UsageError
+from ..errors import RefusedError, UsageError, shorten
 from .options import PairOptions, load_pair, pair_options, read_pair_options
 from .output import note, print_json, progress
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from ..request import Result
     from ..sampling import Sampling
 
+# No sign, no underscore, no digit of another script; more digits than any vocabulary needs are no id.
+_ID = re.compile(r"[ \t\n]*[0-9]{1,18}[ \t\n]*")
+_IDS = re.compile(rf"{_ID.pattern}(,{_ID.pattern})*")
 DEMO_PROMPT = "def walk(node):\n    for child in node.children:\n        if isinstance(child"
 
 
@@ -117,23 +121,24 @@ def _read_file(name: str) -> str:
 
 
 def _parse_ids(text: str) -> list[int]:
-    import json
-
-    try:
-        ids = (
-            json.loads(text)
-            if text.strip().startswith("[")
-            else [int(part) for part in text.split(",") if part.strip()]
-        )
-    except ValueError as exc:
+    """Ids as they are printed: decimal digits with single commas between, or the same as a JSON list."""
+    inside = text.strip()
+    if inside.startswith("[") and inside.endswith("]"):
+        inside = inside[1:-1]
+    if not inside.strip():
+        return []  # refused as an empty prompt
+    if not _IDS.fullmatch(inside):
+        wrong = next((part.strip() for part in inside.split(",") if not _ID.fullmatch(part)), inside)
         raise UsageError(
             "--prompt-ids",
-            found=text[:60],
-            expected="integers, comma-separated or a JSON list",
-            next_step="Correct them",
+            found=f"{shorten(wrong)!r} in {shorten(text)!r}"
+            if wrong
+            else f"nothing between two commas of {shorten(text)!r}",
+            expected="decimal integers with single commas between, or a JSON list of them",
+            next_step="Correct them, e.g. 2,17,9",
             code="U34",
-        ) from exc
-    return ids
+        )
+    return [int(part) for part in inside.split(",")]
 
 
 def encode_prompt(pair: Pair, values: dict[str, Any], prompt: str | list[int]) -> list[int]:

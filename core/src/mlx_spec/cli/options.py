@@ -23,7 +23,9 @@ class PairOptions:
 
     target: str
     draft_model: str | None
+    draft_model_from: str
     kind: str | None
+    kind_from: str
     block_size: int | None
     block_size_from: str
     options: dict[str, Any]
@@ -60,16 +62,21 @@ def pair_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def read_pair_options(values: dict[str, Any]) -> PairOptions:
     """Merge flags, --spec-config and environment; a key given twice is an error."""
     from ..settings import choose
-    from ..spec_config import normalise_kind
+    from ..spec_config import OPTION, normalise_kind
     from ..width import parse_spec_config
 
     config = parse_spec_config(values.get("spec_config"), flags=_given(values))
-    kind, _ = choose("draft_kind", values.get("draft_kind") or config.kind)
+
+    def chosen(field: str, configured: Any) -> tuple[Any, str]:
+        """Flag, --spec-config, environment, default: the first that says something, and its name."""
+        if values.get(field) is None and configured is not None:
+            return configured, OPTION
+        return choose(field, values.get(field))
+
+    kind, kind_from = chosen("draft_kind", config.kind)
     kind = normalise_kind(kind) if kind is not None else None
-    block, source = choose("draft_block_size", values.get("draft_block_size"))
-    if values.get("draft_block_size") is None and config.block_size is not None:
-        block, source = config.block_size, "--spec-config"
-    model, _ = choose("draft_model", values.get("draft_model") or config.model)
+    block, block_from = chosen("draft_block_size", config.block_size)
+    model, model_from = chosen("draft_model", config.model)
     target, demo = values.get("target"), False
     if target is None:
         bundled = demo_pair()
@@ -77,7 +84,17 @@ def read_pair_options(values: dict[str, Any]) -> PairOptions:
         if model is None and kind in (None, "mtp"):
             model = str(bundled[1])
     return PairOptions(
-        target, model, kind, block, source, dict(config.options), config.acceptance, config.adaptive, demo
+        target=target,
+        draft_model=model,
+        draft_model_from=model_from,
+        kind=kind,
+        kind_from=kind_from,
+        block_size=block,
+        block_size_from=block_from,
+        options=dict(config.options),
+        acceptance=config.acceptance,
+        adaptive=config.adaptive,
+        demo=demo,
     )
 
 
@@ -89,14 +106,19 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 def demo_pair() -> tuple[Path, Path]:
     """Directories of the bundled pair; UsageError when no installed plugin ships one."""
     from ..plugins import get_manager
+    from ..settings import plugins_note
 
-    demos = get_manager().registry.demos()
+    manager = get_manager()
+    manager.check_asked()
+    demos = manager.registry.demos()
     if not demos:
         raise UsageError(
             "-m",
-            found="no target, and no installed plugin that ships a demo pair",
+            found=f"no target, and no plugin that ships a demo pair{plugins_note()}",
             expected="a target directory or hub id",
-            next_step="Pass -m DIR, or install mlx-spec-gemma4, which brings one",
+            next_step="Pass -m DIR, or install mlx-spec-gemma4, which brings one"
+            if not plugins_note()
+            else "Pass -m DIR, or unset MLX_SPEC_PLUGINS",
             code="U30",
         )
     return demos[0].target, demos[0].drafter
@@ -115,6 +137,8 @@ def load_pair(values: dict[str, Any], chosen: PairOptions | None = None) -> Pair
         chosen.kind,
         chosen.block_size,
         block_size_from=chosen.block_size_from,
+        drafter_from=chosen.draft_model_from,
+        kind_from=chosen.kind_from,
         exactness=values.get("exactness", "greedy"),
         probe=get_settings().probe and not values.get("no_probe"),
         kv_bits=int(bits) if bits else None,

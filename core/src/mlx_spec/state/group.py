@@ -140,6 +140,6 @@ def _state_for(cache: Any, kv_bits: int | None, kv_group_size: int) -> State:
         "model state",
         found=f"a layer that asks for {type(cache).__name__}{kept}, which cannot roll back",
         expected="KVCache or RotatingKVCache(keep=0) in every layer",
-        next_step="Use another drafter kind, or a plugin that owns this model type",
+        next_step="Install a plugin that owns this model_type; without one, no drafter can help: run it with mlx-lm",
         code="L30",
     )

@@ -17,6 +17,26 @@ BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
 
 
+def check_quantisation(bits: object, group_size: object) -> None:
+    """Raise UsageError for bits or a group size that MLX does not have."""
+    if type(bits) is not int or bits not in BITS:
+        raise UsageError(
+            "KV bits",
+            found=repr(bits),
+            expected=" or ".join(map(str, BITS)),
+            next_step="Choose one of them",
+            code="U27",
+        )
+    if type(group_size) is not int or group_size not in GROUP_SIZES:
+        raise UsageError(
+            "KV group size",
+            found=repr(group_size),
+            expected=" or ".join(map(str, GROUP_SIZES)),
+            next_step="Choose one of them",
+            code="U28",
+        )
+
+
 class _Quantised(KVState):
     """Storage as triples (packed uint32, scales, biases) for K and for V.
 
@@ -31,18 +51,7 @@ class _Quantised(KVState):
     group_size: int
 
     def _quantise_as(self, bits: int, group_size: int) -> None:
-        if bits not in BITS:
-            raise UsageError(
-                "KV bits", found=bits, expected=" or ".join(map(str, BITS)), next_step="Choose one of them", code="U27"
-            )
-        if group_size not in GROUP_SIZES:
-            raise UsageError(
-                "KV group size",
-                found=group_size,
-                expected=" or ".join(map(str, GROUP_SIZES)),
-                next_step="Choose one of them",
-                code="U28",
-            )
+        check_quantisation(bits, group_size)
         self.bits, self.group_size = bits, group_size
 
     def _encode(self, keys: mx.array, values: mx.array) -> list[mx.array]:
@@ -52,7 +61,7 @@ class _Quantised(KVState):
                     f"KV group size for a {name} head",
                     found=f"{self.group_size} with a head of {part.shape[-1]}",
                     expected="a divisor of the head size",
-                    next_step="Choose a smaller KV group size, or leave K/V unquantised",
+                    next_step=_smaller(part.shape[-1]),
                     code="L33",
                 )
         return [a for part in (keys, values) for a in mx.quantize(part, group_size=self.group_size, bits=self.bits)]
@@ -62,6 +71,12 @@ class _Quantised(KVState):
 
     def _view(self, lo: int, bits: int | None = None, group_size: int | None = None) -> KVView:
         return super()._view(lo, self.bits, self.group_size)
+
+
+def _smaller(width: int) -> str:
+    """What to do when a head of `width` does not split into the groups asked for."""
+    fits = [str(size) for size in GROUP_SIZES if width % size == 0]
+    return f"Choose {' or '.join(fits)}, or leave K/V unquantised" if fits else "Leave K/V of this model unquantised"
 
 
 @register_state("kv-quantised")

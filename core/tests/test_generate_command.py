@@ -1,0 +1,208 @@
+"""`spec generate` on tiny targets: prompts, who is named for a bad setting, folders without a tokenizer, K/V groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from tinymodels import LLAMA, write_model, write_tokenizer
+
+from mlx_spec import plugins, settings
+from mlx_spec.cli import cli, generate
+from mlx_spec.errors import LoadError, UsageError
+from mlx_spec.pair import load
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    """A tiny target without a tokenizer."""
+    return write_model(tmp_path_factory.mktemp("generate") / "tiny", LLAMA | {"num_hidden_layers": 2}, seed=4)
+
+
+@pytest.fixture
+def run(target, monkeypatch) -> Callable[..., Result]:
+    """`spec generate` with the target; keywords are environment variables."""
+
+    def run(*args: object, model: Path = target, **env: str) -> Result:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        settings.reset_settings()
+        plugins.reset()
+        return CliRunner().invoke(cli, ["generate", "-m", str(model), "-n", "4", *map(str, args)])
+
+    yield run
+    monkeypatch.undo()
+    plugins.reset()
+
+
+# -- --prompt-ids ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("7", [7]), ("2,17,9", [2, 17, 9]), (" 2 , 17,\t9 ", [2, 17, 9]), ("[2, 17,\n9]", [2, 17, 9]), ("0007", [7])],
+)
+def test_prompt_ids(text, ids):
+    assert generate.read_prompt({"prompt_ids": text}, demo=False) == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("1,,2", "nothing between two commas of '1,,2'"),
+        ("1,", "nothing between two commas of '1,'"),
+        (",1", "nothing between two commas of ',1'"),
+        ("1_0", "'1_0' in '1_0'"),
+        ("1,٣", "'٣' in"),
+        ("1,²", "'²' in"),
+        ("1 2", "'1 2' in"),
+        ("1,+2", "'+2' in"),
+        ("1,-2", "'-2' in"),
+        ("1,0x2", "'0x2' in"),
+        ("1,2.0", "'2.0' in"),
+        ("[1, 2.0]", "'2.0' in '[1, 2.0]'"),
+        ("[1, true]", "'true' in"),
+        ("[1, [2]]", "'[2]' in"),
+        ("[1, 2", "'[1' in"),
+        ("9" * 5000, "(5000 characters)"),
+        ("1;" * 4000, "(8000 characters)"),
+    ],
+)
+def test_prompt_ids_are_plain_decimal_integers(run, text, found):
+    result = run("--prompt-ids", text)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("--prompt-ids: found ") and found in result.stderr
+    assert "expected decimal integers with single commas between" in result.stderr and len(result.stderr) < 400
+
+
+@pytest.mark.parametrize("text", ["", " ", "[]"])
+def test_no_prompt_ids_are_an_empty_prompt(run, text):
+    result = run("--prompt-ids", text)
+    assert result.exit_code == 2 and "prompt: found " in result.stderr
+
+
+# -- who said it -----------------------------------------------------------------------------------------
+
+ABSENT = "/no/such/drafter"
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "start"),
+    [
+        (["--draft-kind", "nope"], {}, "--draft-kind: found nope, "),
+        ([], {"MLX_SPEC_DRAFT_KIND": "nope"}, "MLX_SPEC_DRAFT_KIND: found nope, "),
+        ([], {"LLAMA_ARG_DRAFT_KIND": "nope"}, "LLAMA_ARG_DRAFT_KIND: found nope, "),
+        (["--spec-config", '{"method": "nope"}'], {}, "--spec-config: found nope, "),
+        (["--draft-kind", "nope"], {"MLX_SPEC_DRAFT_KIND": "mtp"}, "--draft-kind: found nope, "),
+        (["--draft-kind", ""], {}, "--draft-kind: found an empty name, "),
+        (["--draft-model", ABSENT], {}, f"model {ABSENT}: found no directory"),
+        ([], {"MLX_SPEC_DRAFT_MODEL": ABSENT}, f"MLX_SPEC_DRAFT_MODEL: model {ABSENT}: found no directory"),
+        (["--spec-config", f'{{"model": "{ABSENT}"}}'], {}, f"--spec-config: model {ABSENT}: found no directory"),
+        ([], {"MLX_SPEC_DRAFT_MODEL": ABSENT, "MLX_SPEC_DRAFT_KIND": "prompt-lookup"},
+         f"MLX_SPEC_DRAFT_MODEL: found {ABSENT} together with MLX_SPEC_DRAFT_KIND prompt-lookup, "),
+        ([], {"MLX_SPEC_DRAFT_KIND": "full-model"},
+         "--draft-model: found no drafter directory, expected one for MLX_SPEC_DRAFT_KIND full-model"),
+        (["--draft-kind", "prompt-lookup"], {"MLX_SPEC_DRAFT_BLOCK_SIZE": "x"},
+         "environment variable MLX_SPEC_DRAFT_BLOCK_SIZE: found 'x', expected a whole number"),
+        (["--draft-kind", "prompt-lookup"], {"LLAMA_ARG_DRAFT_BLOCK_SIZE": "65"},
+         "environment variable LLAMA_ARG_DRAFT_BLOCK_SIZE: found '65', expected at most 64"),
+        (["--draft-kind", "prompt-lookup", "--draft-block-size", "65"], {},
+         "--draft-block-size (L, verified rows per round, anchor counted): found 65, "),
+    ],
+)  # fmt: skip
+def test_the_flag_or_variable_that_gave_a_bad_value_is_named(run, args, env, start):
+    result = run("--prompt-ids", "1,2", *args, **env)
+    assert result.exit_code in (1, 2)
+    assert result.stderr.startswith(start), result.stderr
+
+
+def test_the_variable_is_named_for_a_directory_of_another_kind(run, target):
+    result = run("--prompt-ids", "1", "--draft-model", target, MLX_SPEC_DRAFT_KIND="mtp")
+    assert result.exit_code in (1, 2) and "--draft-kind" not in result.stderr
+    assert result.stderr.startswith(("MLX_SPEC_DRAFT_KIND: found mtp for ", "head of target")), result.stderr
+
+
+# -- MLX_SPEC_PLUGINS ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "name"), [("nope", "nope"), (",", ","), (" ", " "), ("acme, nope", "nope")])
+@pytest.mark.parametrize("command", [["generate"], ["generate", "-m", "T", "-p", "x"], ["inspect", "T"]])
+def test_a_plugin_that_is_asked_for_and_absent_is_refused(site, run, target, command, value, name):
+    site.install("acme-spec", "acme", "")
+    run("--prompt-ids", "1", MLX_SPEC_PLUGINS=value)
+    result = CliRunner().invoke(cli, [str(target) if part == "T" else part for part in command])
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr.startswith(f"plugin {name!r} of MLX_SPEC_PLUGINS: found no entry point of that name")
+    assert "acme" in result.stderr.split("installed: ")[1]
+    assert CliRunner().invoke(cli, ["plugins"]).exit_code == 0  # which shows the same error
+
+
+def test_a_plugin_that_was_left_out_is_not_called_missing(site, run):
+    site.install("acme-spec", "acme", "")
+    run("--prompt-ids", "1", MLX_SPEC_PLUGINS="acme")
+    result = CliRunner().invoke(cli, ["generate"])
+    assert "no plugin that ships a demo pair (MLX_SPEC_PLUGINS lets in only acme)" in result.stderr
+    assert "unset MLX_SPEC_PLUGINS" in result.stderr
+    result = run("--prompt-ids", "1", "--draft-kind", "dflash")
+    assert "none (MLX_SPEC_PLUGINS lets in only acme). Choose" in result.stderr
+
+
+# -- no tokens to spell ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spelled(tmp_path) -> Path:
+    """A target with tokenizer files."""
+    return write_tokenizer(write_model(tmp_path / "spelled", LLAMA | {"vocab_size": 340, "num_hidden_layers": 2}))
+
+
+def test_ids_need_no_tokenizer_json(run, spelled):
+    whole = json.loads(run("--prompt-ids", "5,6", "--json", "--ignore-eos", model=spelled).stdout)
+    (spelled / "tokenizer.json").unlink()
+    result = run("--prompt-ids", "5,6", "--json", "--ignore-eos", model=spelled)
+    assert result.exit_code == 0, result.output
+    bare = json.loads(result.stdout)
+    assert len(bare["token_ids"]) == 4 == len(whole["token_ids"]) and bare["text"] == "" and whole["text"]
+    assert "WARNING no tokenizer: " in result.stderr and "tokenizer_config.json" in result.stderr
+
+
+def test_text_still_needs_one(run, spelled):
+    (spelled / "tokenizer.json").unlink()
+    result = run("-p", "red", model=spelled)
+    assert result.exit_code == 2
+    assert "prompt: found text, and a target without a tokenizer, expected token ids" in result.stderr
+    assert "tokenizer.json" in result.stderr
+
+
+def test_inspect_says_that_there_is_none(spelled):
+    (spelled / "tokenizer.json").unlink()
+    result = CliRunner().invoke(cli, ["inspect", str(spelled)])
+    assert result.exit_code == 0 and "state: none" in result.stdout and "no tokenizer: " in result.stderr
+
+
+# -- quantised K/V ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "group", "step"), [(16, 32, "Leave K/V of this model unquantised"), (64, 128, "Choose 32 or 64, or")]
+)
+def test_a_group_that_heads_do_not_divide_by_is_refused_while_loading(run, tmp_path, width, group, step):
+    model = write_model(tmp_path / "model", LLAMA | {"num_hidden_layers": 2, "head_dim": width})
+    with pytest.raises(LoadError, match=f"found {group} with a head of {width}, expected a divisor.*{step}") as caught:
+        load(str(model), kv_bits=4, kv_group_size=group)
+    assert caught.value.code == "L33"
+    result = run("--prompt-ids", "1,2", "--kv-bits", "8", "--kv-group-size", group, model=model)
+    assert result.exit_code == 1 and result.stdout == "" and step in result.stderr
+    assert load(str(model), kv_group_size=group).plan.kv_bits is None  # without quantised K/V it means nothing
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "code"), [(3, 64, "U27"), (4.0, 64, "U27"), (4, 48, "U28"), (8, "64", "U28")]
+)
+def test_bits_and_groups_that_do_not_exist_are_refused_before_anything_is_loaded(bits, group, code):
+    with pytest.raises(UsageError) as caught:
+        load("/no/such/target", kv_bits=bits, kv_group_size=group)
+    assert caught.value.code == code
