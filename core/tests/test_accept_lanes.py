@@ -7,7 +7,7 @@ import math
 import mlx.core as mx
 import pytest
 
-from mlx_spec.accept import AcceptResult, RowPlan, RowResult, accept
+from mlx_spec.accept import AcceptResult, GreedyStep, RowPlan, RowResult, accept
 from mlx_spec.drawing import Drawer
 from mlx_spec.noise import gumbel
 from mlx_spec.processors import History
@@ -160,7 +160,7 @@ def test_mixed_rows_end_to_end_follow_p_over_50_000_rows() -> None:
 # -- the shape of the answer ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("law", [{}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 3}, {"frequency_penalty": 0.2}])
+@pytest.mark.parametrize("law", [{"temperature": 1.0}, {"temperature": 1.0, "seed": 3}, {"frequency_penalty": 0.2}])
 def test_plain_rows_need_no_draft(law: dict[str, float]) -> None:
     mx.random.seed(4)
     plan = lane([Sampling(**law)] * 3)
@@ -170,6 +170,26 @@ def test_plain_rows_need_no_draft(law: dict[str, float]) -> None:
     found = result.read()
     assert [(r.accepted, r.draft_ids, len(r.tokens)) for r in found] == [(0, [], 1)] * 3
     assert result.next_anchors.tolist() == [r.tokens[0] for r in found]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("limit", [None, V, V - 2])
+def test_a_plain_greedy_step_says_what_the_general_path_says(dtype: mx.Dtype, limit: int | None) -> None:
+    """Rows of it: three usable ones, then NaN, +inf, nothing but -inf, and the best id in the padding."""
+    mx.random.seed(6)
+    logits = mx.random.normal((7, 1, V)).astype(dtype)
+    logits[3, 0, 1], logits[4, 0, 2], logits[5] = math.nan, math.inf, -math.inf
+    logits[6, 0, V - 1] = 9.0
+    empty = Draft(mx.zeros((7, 0), dtype=mx.int32), [0] * 7)
+    step = accept(lane([Sampling()] * 7), logits, empty, limit)
+    general = accept(lane([Sampling(logprobs=0)] * 7), logits, empty, limit)
+    assert isinstance(step, GreedyStep) and isinstance(general, AcceptResult)
+    found, wanted = step.read(), general.read()
+    assert [(r.tokens, r.accepted, r.error) for r in found] == [(r.tokens, r.accepted, r.error) for r in wanted]
+    assert [bool(r.error) for r in found] == [False] * 3 + [True] * 3 + [False]
+    assert (found[6].tokens == [V - 1]) == (limit != V - 2)
+    assert step.next_anchors.dtype == mx.int32
+    assert step.next_anchors.tolist()[:3] == general.next_anchors.tolist()[:3]
 
 
 def test_logprobs_travel_in_the_same_array_and_describe_the_processed_logits() -> None:

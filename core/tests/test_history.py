@@ -148,6 +148,29 @@ def test_a_prime_that_raises_costs_acceptance_only(caplog):
     assert [r.getMessage() for r in caplog.records] == [reason]
 
 
+@pytest.mark.parametrize(("step", "chunks"), [(64, 1), (4, 3)])
+def test_the_newest_row_is_all_that_a_drafter_of_the_last_one_is_shown(step, chunks):
+    """Its prime sees every chunk, but a tap only of the prompt's last row before the anchor."""
+    shapes = []
+
+    class Newest(Collector):
+        capabilities = Capabilities(history="last")
+
+        def prime(self, state, tokens, taps, start) -> None:
+            shapes.append({name: value.shape[:2] for name, value in taps.items()})
+
+        def propose(self, lane: Lane, budget: Sequence[int]) -> Draft:
+            shapes.append(lane.fresh[-1].taps["hidden"].shape[:2])
+            return Draft(mx.zeros((lane.size, 1), dtype=mx.int32), [1])
+
+    target = tiny_target("llama")
+    out = generate(
+        make_pair(target, Newest(), 4, prefill_step=step), prompt_of(13), None, 5, ignore_eos=True, adaptive=False
+    )
+    assert out.token_ids == plain(target, prompt_of(13), 5)
+    assert shapes[: chunks + 1] == [{}] * (chunks - 1) + [{"hidden": (1, 1)}] + [(1, 1)]
+
+
 # -- the arithmetic of fresh_rows ------------------------------------------------------------------------
 
 

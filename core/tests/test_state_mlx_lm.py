@@ -81,7 +81,7 @@ def test_masks_of_rows_in_step_are_those_of_mlx_lm(n):
 
 
 def test_masks_of_a_window_are_causal_until_it_is_full():
-    state = WindowState(16)
+    state = WindowState(16, align=32)
     assert [state.make_mask(1), state.make_mask(16)] == [None, "causal"]
     assert state.make_mask(17).shape == (17, 17)
     assert state.make_mask(3, return_array=True).tolist() == np.tri(3, dtype=bool).tolist()
@@ -89,6 +89,16 @@ def test_masks_of_a_window_are_causal_until_it_is_full():
     mask = np.array(state.make_mask(2))  # keys from 0, queries 40 and 41
     assert mask.shape == (2, 42)
     assert [np.flatnonzero(r)[[0, -1]].tolist() for r in mask] == [[25, 40], [26, 41]]
+    assert np.array(state.make_mask(1, window_size=3)).sum() == 3
+
+
+def test_a_step_on_cpu_reads_its_window_and_needs_no_mask():
+    state = WindowState(16)
+    assert state.align == 1
+    state.update_and_fetch(*rows(0, 40, 48, 40, mx.float32)[1:])
+    assert state.make_mask(1) is None
+    keys, values = state.update_and_fetch(*rows(1, 1, 48, 40, mx.float32)[1:])
+    assert keys.shape[2] == values.shape[2] == 16
     assert np.array(state.make_mask(1, window_size=3)).sum() == 3
 
 

@@ -23,8 +23,8 @@ def test_one_wait_per_round(block, monkeypatch):
     generate(pair, [3, 4, 5], None, 4, adaptive=False)  # whatever is done once is done now
     waits: list[str] = []
     evals: list[int] = []
-    real = accept.AcceptResult.read
-    monkeypatch.setattr(accept.AcceptResult, "read", lambda self: (waits.append("read"), real(self))[1])
+    for kind in (accept.AcceptResult, accept.GreedyStep):
+        monkeypatch.setattr(kind, "read", lambda self, real=kind.read: (waits.append("read"), real(self))[1])
     for name, call in (("eval", mx.eval), ("async_eval", mx.async_eval)):
         monkeypatch.setattr(mx, name, lambda *a, _real=call: (evals.append(1), _real(*a))[1])
     out = generate(pair, [3, 4, 5], None, 24, adaptive=False)

@@ -48,6 +48,7 @@ FAULTS = {
         "TestLooksAhead": ("test_every_accept_count_gives_the_plain_reply", "expected"),
         "TestAnswersEveryRowOfABatchWithTheFirst": ("test_rows_of_unequal_length_equal_the_rows_alone", "logits of row 1"),
         "TestTapsTheWrongLayer": ("test_taps_cost_nothing_and_equal_single_steps", "head(hidden)"),
+        "TestShowsTheFirstRowOfAPrompt": ("test_taps_cost_nothing_and_equal_single_steps", "tap 'hidden' of prefill(last=True)"),
         "TestClaimsWhatItIsNot": ("test_it_describes_itself", "found it declared in the test class and False in target.capabilities"),
         "TestForgetsItsLastRow": ("test_every_accept_count_gives_the_plain_reply", "drafts right for"),
     },

@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 import mlx.core as mx
 
@@ -113,6 +114,10 @@ class AcceptResult:
     accepted: mx.array
     layout: Layout
 
+    def start(self) -> None:
+        """Have the device compute it, without waiting."""
+        mx.async_eval(self.packed)
+
     @property
     def next_anchors(self) -> mx.array:
         """(B,) int32, the last token each row emits; lazy, so a further forward can be built on it."""
@@ -125,6 +130,34 @@ class AcceptResult:
         return unpack(self.packed.tolist(), self.layout)
 
 
+@dataclass(frozen=True, slots=True)
+class GreedyStep:
+    """Lazy result of one plain greedy step of every row: the common case in the fewest operations.
+
+    Attributes:
+        ids: (B,) int32.
+        check: (B, 1), finite where the row's logits are.
+    """
+
+    ids: mx.array
+    check: mx.array
+
+    @property
+    def next_anchors(self) -> mx.array:
+        """(B,) int32, the token each row emits; lazy, as in `AcceptResult`."""
+        return self.ids
+
+    def start(self) -> None:
+        """Have the device compute it, without waiting."""
+        mx.async_eval(self.ids, self.check)
+
+    def read(self) -> list[RowResult]:
+        """Wait for the device once and unpack."""
+        mx.eval(self.ids, self.check)
+        found = zip(self.ids.tolist(), self.check.tolist(), strict=True)
+        return [RowResult([t], 0) if isfinite(c) else RowResult([], 0, error=_NOT_FINITE) for t, (c,) in found]
+
+
 @dataclass(slots=True)
 class _Group:
     """Rows that are judged together, and their processed logits (b, L, V)."""
@@ -134,7 +167,9 @@ class _Group:
     error: str = ""  # of a user processor; counts only when a row it spoilt is used
 
 
-def accept(plan: Sequence[RowPlan], logits: mx.array, draft: Draft, vocab_limit: int | None = None) -> AcceptResult:
+def accept(
+    plan: Sequence[RowPlan], logits: mx.array, draft: Draft, vocab_limit: int | None = None
+) -> AcceptResult | GreedyStep:
     """Judge a verify.
 
     Args:
@@ -145,6 +180,8 @@ def accept(plan: Sequence[RowPlan], logits: mx.array, draft: Draft, vocab_limit:
     """
     rows, width, vocab = logits.shape
     limit = vocab if vocab_limit is None else min(vocab, vocab_limit)
+    if width == 1 and all(row.settings.plain_greedy for row in plan):
+        return _greedy_step(logits, limit)
     counts = tuple([width - 1] * rows if draft.counts is None else draft.counts)
     asked = tuple(row.settings.logprobs for row in plan)
     wanted = [n for n in asked if n is not None]
@@ -165,6 +202,18 @@ def accept(plan: Sequence[RowPlan], logits: mx.array, draft: Draft, vocab_limit:
             errors[b] = group.error
     layout = Layout(width - 1, counts, limit, asked, n, tuple(errors))
     return AcceptResult(mx.concatenate(columns, axis=1), tokens, accepted, layout)
+
+
+def _greedy_step(logits: mx.array, limit: int) -> GreedyStep:
+    """By the same rules as `_judge`: logits (B, 1, V) -> ids and whether they mean something."""
+    row = mx.squeeze(logits, 1)
+    if limit == row.shape[-1] and row.dtype != mx.float32:
+        check = mx.logsumexp(row, axis=-1, keepdims=True)  # which greedy_ids takes as well
+        ids = mx.argmax(row - check, axis=-1).view(mx.int32)
+    else:
+        check = mx.max(row[:, :limit], axis=-1, keepdims=True)
+        ids = greedy_ids(row, limit)
+    return GreedyStep(ids, check)
 
 
 def _groups(plan: Sequence[RowPlan], logits: mx.array, drafts: mx.array) -> list[_Group]:

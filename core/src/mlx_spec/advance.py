@@ -256,6 +256,7 @@ class Advancer:
         self._empty = 0
         outcome = verify(lane, self.hooks, rows, draft, self.judge, clock)
         emissions = [self._settle(row, r, n) for row, r, n in zip(rows, outcome.rows, draft.counts or (), strict=True)]
+        clock.lap("emit")
         keep = [max(1, len(e.tokens)) for e in emissions]
         settle(lane, self.hooks, keep, clock)
         for i, emission in enumerate(emissions):

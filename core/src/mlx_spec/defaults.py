@@ -73,7 +73,9 @@ def spec_verify(lane: Lane, draft: Draft) -> Verification:
 
     if lane.anchors is None:
         raise RuntimeError("spec_verify on a lane without anchors")
-    block = mx.concatenate([lane.anchors[:, None], draft.tokens], axis=1)
+    block = lane.anchors[:, None]
+    if draft.tokens.shape[1]:
+        block = mx.concatenate([block, draft.tokens], axis=1)
     taps = lane.drafter.taps if lane.drafter is not None else ()
     return lane.target.forward(block, lane.states, taps)
 

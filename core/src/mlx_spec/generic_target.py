@@ -52,9 +52,12 @@ class GenericTarget(Target):
         """
         from mlx.utils import tree_flatten
 
+        from .linear import hold_transposes
+
         model, used = load_mlx_lm(ref, get_model_classes)
         target = cls(ref, used, model)
         check_finite(dict(tree_flatten(model.parameters())), f"weights of {ref.name}")
+        hold_transposes(model)
         return target
 
     def make_states(self, kv_bits: int | None = None, kv_group_size: int = 64) -> StateGroup:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .accept import AcceptResult, RowPlan, RowResult, accept
+from .accept import AcceptResult, GreedyStep, RowPlan, RowResult, accept
 from .drawing import Drawer
 from .processors import History
 
@@ -32,7 +32,9 @@ class Judge:
         self.vocab_limit = vocab_limit
         self.gap_log = gap_log
 
-    def score(self, rows: Sequence[Row], logits: mx.array, draft: Draft, positions: Sequence[int]) -> AcceptResult:
+    def score(
+        self, rows: Sequence[Row], logits: mx.array, draft: Draft, positions: Sequence[int]
+    ) -> AcceptResult | GreedyStep:
         """Lazy verdict numbers; positions[b] is the absolute index of the token after row b's anchor."""
         plan = [_plan(row, position) for row, position in zip(rows, positions, strict=True)]
         result = accept(plan, logits, draft, self.vocab_limit)
@@ -64,7 +66,9 @@ def _plan(row: Row, position: int) -> RowPlan:
     return RowPlan(sampling, row.seed, position, history)
 
 
-def _print_gaps(rows: Sequence[Row], logits: mx.array, result: AcceptResult, positions: Sequence[int]) -> None:
+def _print_gaps(
+    rows: Sequence[Row], logits: mx.array, result: AcceptResult | GreedyStep, positions: Sequence[int]
+) -> None:
     import mlx.core as mx
 
     top = mx.topk(logits.astype(mx.float32), 2, axis=-1)

@@ -47,6 +47,17 @@ class Target(ABC):
     def forward(self, tokens: mx.array, states: StateGroup, taps: Sequence[str] = ()) -> Verification:
         """Run tokens (B, L) int32 at each row's own length, append to `states`; lazy."""
 
+    def prefill(
+        self, tokens: mx.array, states: StateGroup, taps: Sequence[str] = (), last: bool = False
+    ) -> dict[str, mx.array]:
+        """Run one chunk of a prompt, (1, S) int32, of which no logits are wanted; returns the taps, lazy.
+
+        taps name -> (1, S, ...), or (1, 1, ...) with `last`, when nobody will look at earlier positions. The
+        states end up as after `forward`. Default: `forward`; override it where less has to be computed.
+        """
+        seen = self.forward(tokens, states, taps).taps
+        return {name: value[:, -1:] for name, value in seen.items()} if last else seen
+
     def check_prompt(self, tokens: Sequence[int]) -> None:
         """Raise UsageError when this text path cannot serve these prompt ids (media placeholders, say)."""
 
@@ -87,7 +98,8 @@ class Drafter(ABC):
     def prime(self, state: DraftState, tokens: mx.array, taps: dict[str, mx.array], start: int) -> None:
         """See one prefill chunk of one row: tokens (1, S), taps name -> (1, S, ...), first position `start`.
 
-        Called for every chunk in order, before the row joins a lane. Default: nothing.
+        Called for every chunk in order, before the row joins a lane. A drafter whose `history` is "last" gets
+        taps of the prompt's last row alone, (1, 1, ...), and none before. Default: nothing.
         """
 
     @abstractmethod

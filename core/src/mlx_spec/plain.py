@@ -12,7 +12,7 @@ from .types import Draft
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from .accept import AcceptResult, RowResult
+    from .accept import AcceptResult, GreedyStep, RowResult
     from .judge import Judge
     from .lane import Lane
     from .request import Row
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Step:
-    pending: AcceptResult
+    pending: AcceptResult | GreedyStep
     taps: dict[str, mx.array]
 
 
@@ -33,10 +33,13 @@ class PlainRun:
     """
 
     def __init__(self, lane: Lane, hooks: RoundHooks, rows: Sequence[Row], judge: Judge, steps: int):
+        import mlx.core as mx
+
         self.lane, self.hooks, self.rows, self.judge = lane, hooks, rows, judge
         self.left = steps
         self.ahead = not any(judge.needs_history(row) for row in rows)
         self._flight: deque[_Step] = deque()
+        self._empty = Draft(mx.zeros((lane.size, 0), dtype=mx.int32), [0] * lane.size)
         self._launch()
 
     @property
@@ -49,15 +52,12 @@ class PlainRun:
         self.left = 0
 
     def _launch(self) -> None:
-        import mlx.core as mx
-
         lane = self.lane
         lane.mark = lane.states.mark()
         positions = [n + 1 for n in lane.states.lengths]
-        empty = Draft(mx.zeros((lane.size, 0), dtype=mx.int32), [0] * lane.size)
-        seen = self.hooks.verify(lane=lane, draft=empty)
-        pending = self.judge.score(self.rows, seen.logits, empty, positions)
-        mx.async_eval(pending.packed)
+        seen = self.hooks.verify(lane=lane, draft=self._empty)
+        pending = self.judge.score(self.rows, seen.logits, self._empty, positions)
+        pending.start()
         self._flight.append(_Step(pending, seen.taps))
         lane.mark = None
         self.left -= 1

@@ -46,15 +46,21 @@ class Prefill:
         size = min(self.pair.plan.prefill_step, self._total - self.done)
         if size > 0:
             tokens = mx.array([self.row.tokens[self.done : self.done + size]], dtype=mx.int32)
-            taps = self.drafter.taps if self.drafter is not None else ()
-            seen = self.pair.target.forward(tokens, self.states, taps)
-            self._prime(tokens, seen.taps)
+            self._prime(tokens, self._forward(tokens))
             held = self.draft_state.arrays() if self.draft_state is not None else []
             mx.eval(self.states.arrays(), held, *(b.taps for b in self.fresh))
             mx.clear_cache()
             self.done += size
         self.row.timings.prompt_ms += (time.perf_counter() - started) * 1e3
         return self.done >= self._total
+
+    def _forward(self, tokens: mx.array) -> dict[str, mx.array]:
+        """The chunk through the target; taps of as much of it as the drafter looks at."""
+        drafter = self.drafter
+        last = drafter is not None and drafter.capabilities.history != "all"
+        unfinished = self.done + tokens.shape[1] < self._total
+        taps = () if drafter is None or (last and unfinished) else drafter.taps
+        return self.pair.target.prefill(tokens, self.states, taps, last)
 
     def _prime(self, tokens: mx.array, taps: dict[str, mx.array]) -> None:
         """Show the chunk to the drafter; the last row stays for the first propose."""

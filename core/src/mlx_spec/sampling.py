@@ -112,6 +112,11 @@ class Sampling:
         """True when raw logits are changed before they are shaped."""
         return self.needs_history or bool(self.logit_bias) or self.min_tokens > 0
 
+    @property
+    def plain_greedy(self) -> bool:
+        """True when a reply is the argmax of raw logits and nothing else is asked for."""
+        return self.law == "greedy" and self.logprobs is None and not self.touches_logits
+
     def noise_seed(self) -> int:
         """The seed, or a fresh 64-bit one."""
         return self.seed if self.seed is not None else secrets.randbits(64)

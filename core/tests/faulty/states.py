@@ -64,6 +64,9 @@ class TestKeepsOneRowLess(Own):
 class Ring(WindowState):
     """Drops what left the window at once, as a ring buffer would."""
 
+    def __init__(self, window, max_width=64, batch=1, align=32):
+        super().__init__(window, max_width, batch, align)
+
     @property
     def capacity(self):
         return self.window + 1
@@ -72,7 +75,7 @@ class Ring(WindowState):
         KVState.check_rewind(self, mark, keep)
 
     def update_and_fetch(self, keys, values):
-        out = KVState.update_and_fetch(self, keys, values)
+        out = KVState._append(self, keys, values)
         n = self._lengths[0]
         lost = max(0, n - self.window) - self._origins[0]
         if lost > 0 and keys.shape[2] > 1:
@@ -283,6 +286,19 @@ class TestTapsTheWrongLayer(Other):
     @staticmethod
     def change(target, tokens, states, seen):
         return Verification(seen.logits, {name: value * 2 for name, value in seen.taps.items()})
+
+
+class TestShowsTheFirstRowOfAPrompt(Other):
+    @pytest.fixture
+    def target(self, folders):
+        from mlx_spec.testing.contracts.base import loaded_target
+
+        class Backwards(Wrapped):
+            def prefill(self, tokens, states, taps=(), last=False):
+                seen = super().prefill(tokens, states, taps)
+                return {name: value[:, :1] for name, value in seen.items()} if last else seen
+
+        return Backwards(loaded_target(folders.target), type(self).change)
 
 
 class TestClaimsWhatItIsNot(Other):

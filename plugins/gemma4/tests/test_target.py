@@ -128,6 +128,28 @@ def test_taps_are_the_hidden_state_before_and_after_the_norm(loaded: Callable[..
     assert mx.array_equal(target.head(seen.taps["hidden"]), seen.logits)
 
 
+@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("variant", ["E", "D31"])
+@pytest.mark.parametrize("lengths", [(5,), (1, 1), (WINDOW + 9,), (WINDOW - 2, 7, 3)])
+def test_a_prefill_that_wants_one_row_gives_the_taps_of_a_whole_one(
+    loaded: Callable[..., Ours], variant: str, kv_bits: int | None, lengths: tuple[int, ...]
+) -> None:
+    target = loaded(variant).target
+    whole, cheap = target.make_states(kv_bits, GROUP), target.make_states(kv_bits, GROUP)
+    for turn, length in enumerate(lengths):
+        chunk = row(*ids(length, seed=turn))
+        wanted = target.forward(chunk, whole, target.tap_names).taps
+        found = target.prefill(chunk, cheap, target.tap_names, last=True)
+        assert {name: value.shape[1] for name, value in found.items()} == {"hidden": 1, "hidden_pre": 1}
+        for name, value in found.items():
+            assert mx.array_equal(value, wanted[name][:, -1:]), (turn, name)
+        full = target.prefill(chunk, whole.extract(0), target.tap_names)
+        assert [value.shape[1] for value in full.values()] == [length, length]
+    assert whole.lengths == cheap.lengths == (sum(lengths),)
+    pairs = zip(whole.to_tensors()[0].items(), cheap.to_tensors()[0].items(), strict=True)
+    assert all(mx.array_equal(a, b) for (_, a), (_, b) in pairs)
+
+
 @pytest.mark.parametrize("rows", [2, 9, 16])
 def test_experts_of_a_block_are_not_sorted_however_wide_it_is(tmp_path: Path, rows: int) -> None:
     from mlx_spec_gemma4.tiny import write_tiny

@@ -11,7 +11,7 @@ from ..errors import LoadError, UsageError
 from .kv import KVState
 from .registry import register_state
 from .view import KVView
-from .window import ALIGN, WindowState
+from .window import WindowState
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -47,6 +47,7 @@ class _Quantised(KVState):
     PARTS: ClassVar[tuple[str, ...]] = tuple(
         f"{side}.{part}" for side in ("keys", "values") for part in ("packed", "scales", "biases")
     )
+    DENSE: ClassVar[bool] = False
     bits: int
     group_size: int
 
@@ -102,7 +103,7 @@ class QuantisedWindowState(_Quantised, WindowState):
         group_size: int = 64,
         max_width: int = 64,
         batch: int = 1,
-        align: int = ALIGN,
+        align: int | None = None,
     ):
         WindowState.__init__(self, window, max_width, batch, align)
         self._quantise_as(bits, group_size)

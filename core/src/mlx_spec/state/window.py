@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,10 +15,16 @@ from .masks import ragged_mask, uniform_mask
 from .registry import register_state
 from .view import KVView
 
-ALIGN = 32
-"""Positions to which origins and slices are aligned: lanes over which GPU kernels deal out the keys."""
+LANES = 32
+"""Positions to which slices are aligned on a GPU: lanes over which its kernels deal out the keys."""
 
 Self = TypeVar("Self", bound="WindowState")
+
+
+def default_align() -> int:
+    """1 where MLX adds keys up one after the other (CPU, except Apple's), so that a step needs no mask."""
+    serial = mx.default_device() == mx.Device(mx.cpu) and sys.platform != "darwin"
+    return 1 if serial else LANES
 
 
 @register_state("window")
@@ -39,24 +46,27 @@ class WindowState(KVState):
     `mx.fast.scaled_dot_product_attention` (f32, bf16 and f16, 200 to 4100 keys): masked keys in front or
     behind, a bool mask, "causal" and no mask over the exact slice all give the same bytes, because that
     backend adds keys up one after the other and a hidden key adds zero. The alignment is for kernels that
-    deal keys out over lanes, where an unaligned start would change which keys are added up first.
+    deal keys out over lanes, where an unaligned start would change which keys are added up first; where
+    none does, `default_align` is 1 and a single step needs no mask.
 
     Until the window is full a step at B = 1, L = 1 is byte for byte mlx-lm's `RotatingKVCache`; after that
     the order of keys differs from its ring.
     """
 
-    def __init__(self, window: int, max_width: int = 64, batch: int = 1, align: int = ALIGN):
+    def __init__(self, window: int, max_width: int = 64, batch: int = 1, align: int | None = None):
+        align = default_align() if align is None else align
         if min(window, max_width, align) < 1:
             raise ValueError(f"window {window}, max_width {max_width} and align {align} must be at least 1")
         super().__init__(batch)
         self.window, self.max_width, self.align = window, max_width, align
         self._floors = [0] * batch  # lowest length each row may go back to
+        needed = window + align + max_width
+        self._capacity = round_up(needed + max(64, window // 4), align)
 
     @property
     def capacity(self) -> int:
         """Most physical rows ever kept: what a rewind needs, plus room to make moves rare."""
-        needed = self.window + self.align + self.max_width
-        return round_up(needed + max(64, self.window // 4), self.align)
+        return self._capacity
 
     @property
     def origins(self) -> tuple[int, ...]:
@@ -80,8 +90,16 @@ class WindowState(KVState):
 
     # -- appending -------------------------------------------------------------------------------------
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        out = super().update_and_fetch(keys, values)
+    def _span(self, count: int) -> tuple[int, int] | None:
+        n, origin, room = self._lengths[0], self._origins[0], self._buffer.capacity
+        if n - origin + count > room or room > self.capacity:
+            return None
+        if n + count - self._floors[0] > self.max_width:
+            self._floors[0] = n + count
+        return self._aligned(n - self.window + 1) - origin, n - origin
+
+    def _append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        out = super()._append(keys, values)
         for b, n in enumerate(self._lengths):
             if n - self._floors[b] > self.max_width:
                 self._floors[b] = n
@@ -91,6 +109,8 @@ class WindowState(KVState):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         window = self.window if window_size is None else min(window_size, self.window)
+        if N == self.align == len(self._lengths) == 1 and window == self.window and not return_array:
+            return None  # what is read is what the window holds
         layout = self._layout(N)
         n, T = self._lengths[0], layout.hi - layout.lo
         starts = [o + layout.lo for o in layout.origins]

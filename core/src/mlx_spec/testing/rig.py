@@ -197,6 +197,12 @@ class _Spoilt:
         seen = self._target.forward(tokens, states, taps)
         return Verification(seen.logits, {name: -value for name, value in seen.taps.items()})
 
+    def prefill(
+        self, tokens: mx.array, states: StateGroup, taps: Sequence[str] = (), last: bool = False
+    ) -> dict[str, mx.array]:
+        """The target's prefill, likewise."""
+        return {name: -value for name, value in self._target.prefill(tokens, states, taps, last).items()}
+
 
 @lru_cache(maxsize=16)
 def rig_for(target: Target, drafter: Drafter | None = None) -> Rig:

@@ -25,6 +25,7 @@ from mlx_lm.models.gemma4_text import logit_softcap
 
 from mlx_spec.checkpoint import check_finite, load_mlx_lm
 from mlx_spec.errors import UsageError
+from mlx_spec.linear import hold_transposes
 from mlx_spec.models import Target
 from mlx_spec.types import Capabilities, ModelRef, Verification
 
@@ -75,6 +76,7 @@ class Gemma4Target(Target):
         model, _ = load_mlx_lm(ref, get_model_classes=target_classes(text, wrapped="text_config" in config))
         target = cls(ref, model, text)
         check_finite(dict(tree_flatten(model.parameters())), f"weights of {ref.name}")
+        hold_transposes(model)
         if target.dropped:
             log.info("%s: text only, %d tensors unused: %s", ref.name, len(target.dropped), _heads(target.dropped))
         return target
@@ -97,6 +99,14 @@ class Gemma4Target(Target):
         post = self._core.norm(pre)
         seen = {"hidden": post, "hidden_pre": pre}
         return Verification(self.head(post), {name: seen[name] for name in taps})
+
+    def prefill(
+        self, tokens: mx.array, states: StateGroup, taps: Sequence[str] = (), last: bool = False
+    ) -> dict[str, mx.array]:
+        """As `Target.prefill`; with `last`, the K/V-shared layers see the last position alone."""
+        pre = run_layers(self._core, tokens, states, last)
+        seen = {"hidden": self._core.norm(pre), "hidden_pre": pre}
+        return {name: seen[name] for name in taps}
 
     def embed(self, tokens: mx.array) -> mx.array:
         """tokens (...,) -> (..., D), times sqrt(D)."""
@@ -136,10 +146,11 @@ class SharedReader:
         return keys, values
 
 
-def run_layers(core: Any, tokens: mx.array, states: Sequence[State]) -> mx.array:
+def run_layers(core: Any, tokens: mx.array, states: Sequence[State], last: bool = False) -> mx.array:
     """tokens (B, L) through all layers of a `Gemma4TextModel`, before the final norm: (B, L, D).
 
     `states` holds one cache per layer that owns K/V, in layer order; the K/V-shared layers come after them.
+    With `last` the result is (B, 1, D): from the last owner on nothing but K/V is made of earlier positions.
     """
     h, per_layer = _inputs(core, tokens)
     masks: dict[str, Any] = {}
@@ -147,16 +158,31 @@ def run_layers(core: Any, tokens: mx.array, states: Sequence[State]) -> mx.array
         if layer.layer_type not in masks:
             window = core.window_size if layer.layer_type == SLIDING else None
             masks[layer.layer_type] = create_attention_mask(h, state, window_size=window)
-    shared: dict[int, tuple[Any, Any]] = {}
+    shared: dict[int, Sequence[Any]] = {}  # owner -> its K/V and the offset they begin at
+    skipped = tokens.shape[1] - 1 if last else 0
     for i, layer in enumerate(core.layers):
         source = core.previous_kvs[i]
-        kv, offset = shared.get(source, (None, None))
-        cache = states[i] if source == i else _reader(states[source])
         run = _moe_block if layer.enable_moe and tokens.shape[1] <= BLOCK_ROWS else type(layer).__call__
+        if source == i:
+            own = None if per_layer is None else per_layer[:, :, i, :]
+            out, *shared[i] = run(layer, h, masks[layer.layer_type], states[i], per_layer_input=own)
+            if not skipped or i < len(states) - 1:
+                h = out
+                continue
+            # `out` is left uncomputed: the layer runs again as a reader of its own K/V
+            h, per_layer = h[:, -1:], None if per_layer is None else per_layer[:, -1:]
+            masks = {kind: _last_row(mask) for kind, mask in masks.items()}
+            shared = {owner: (kv, offset + skipped) for owner, (kv, offset) in shared.items()}
+        kv, offset = shared[source]
         own = None if per_layer is None else per_layer[:, :, i, :]
-        h, kv, offset = run(layer, h, masks[layer.layer_type], cache, per_layer_input=own, shared_kv=kv, offset=offset)
-        shared.setdefault(source, (kv, offset))
+        reader = _reader(states[source])
+        h, _, _ = run(layer, h, masks[layer.layer_type], reader, per_layer_input=own, shared_kv=kv, offset=offset)
     return h
+
+
+def _last_row(mask: Any) -> Any:
+    """The mask of the last query: all keys ("causal", None), or the last row of an array (..., L, T)."""
+    return mask[..., -1:, :] if isinstance(mask, mx.array) else None
 
 
 def _inputs(core: Any, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
@@ -174,7 +200,13 @@ def _reader(state: Any) -> SharedReader | None:
 
 
 def _moe_block(
-    layer: Any, x: mx.array, mask: Any, cache: Any, per_layer_input: mx.array | None, shared_kv: Any, offset: Any
+    layer: Any,
+    x: mx.array,
+    mask: Any,
+    cache: Any,
+    per_layer_input: mx.array | None,
+    shared_kv: Any = None,
+    offset: Any = None,
 ) -> tuple[mx.array, Any, Any]:
     """mlx-lm's decoder layer with experts, except that they are gathered unsorted whatever the row count.
 

@@ -255,9 +255,29 @@ class TargetContract(Contract):
             )
             rows = mx.concatenate([s[name] for s in singles], axis=1)
             same_logits(seen.taps[name], rows, self.level, f"tap {name!r} of a block of {len(tokens)}", VERIFY)
+        self._prefill_shows_the_same(target, block, seen.taps)
         if "hidden" in names:
             look = "head: the logits are head(hidden), hidden is post-norm"
             same_logits(target.head(seen.taps["hidden"]), seen.logits, self.level, "head(hidden)", look)
+
+    def _prefill_shows_the_same(self, target: Target, block: mx.array, taps: dict[str, mx.array]) -> None:
+        """Taps of a prompt chunk, whole and of its last row alone, are those of a forward."""
+        names = tuple(taps)
+        for last in (False, True):
+            states = target.make_states()
+            found = target.prefill(block, states, names, last)
+            shape = {name: value.shape[:2] for name, value in found.items()}
+            count = 1 if last else block.shape[1]
+            require(
+                shape == dict.fromkeys(names, (1, count)) and states.lengths == (block.shape[1],),
+                f"taps and lengths after prefill(last={last})",
+                found=f"{shape}, {states.lengths}",
+                expected=f"(1, {count}) for each of {list(names)}, {(block.shape[1],)}",
+                look="prefill",
+            )
+            for name in names:
+                what = f"tap {name!r} of prefill(last={last})"
+                same_logits(found[name], taps[name][:, -count:], self.level, what, "prefill")
 
 
 def prefilled(rig: Rig, prompt: list[int]) -> StateGroup:
