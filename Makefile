@@ -14,6 +14,7 @@ TOKENS ?= 200
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := constraints.txt core/pyproject.toml plugins/gemma4/pyproject.toml
+NATIVE := $(wildcard plugins/cpu/pyproject.toml plugins/cpu/CMakeLists.txt plugins/cpu/native/*)
 EXTRA := $(if $(BACKEND),[$(BACKEND)])
 
 .PHONY: demo test lint docs docs-update oracles clean
@@ -27,7 +28,7 @@ test: .venv/.test
 lint: .venv/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy core/src plugins/gemma4/src examples/mimo/src
+	$(BIN)/mypy core/src plugins/gemma4/src plugins/cpu/src examples/mimo/src
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir .site
@@ -46,13 +47,13 @@ clean:
 	|| { echo "python: found $$($(PYTHON) --version), expected 3.11 or newer. Name one: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-.venv/.demo: $(PROJECTS) | .venv/bin/python
-	@echo "Installing mlx-spec, mlx-spec-gemma4 and MLX into .venv; this takes a minute or two the first time."
-	$(PIP) install -c constraints.txt -e "./core$(EXTRA)" -e ./plugins/gemma4
+.venv/.demo: $(PROJECTS) $(NATIVE) | .venv/bin/python
+	@echo "Installing mlx-spec, its plugins and MLX into .venv, CPU kernels compiled; this takes some minutes the first time."
+	$(PIP) install -c constraints.txt -e "./core$(EXTRA)" -e ./plugins/gemma4 -e ./plugins/cpu
 	@touch $@
 
-.venv/.test: $(PROJECTS) examples/mimo/pyproject.toml requirements-dev.txt | .venv/bin/python
-	@echo "Installing what the tests need into .venv; this takes a minute or two the first time."
+.venv/.test: $(PROJECTS) $(NATIVE) examples/mimo/pyproject.toml requirements-dev.txt | .venv/bin/python
+	@echo "Installing what the tests need into .venv, CPU kernels compiled; this takes some minutes the first time."
 	$(PIP) install -r requirements-dev.txt
 	@touch $@
 

@@ -47,8 +47,12 @@ socket.getaddrinfo = _guard_lookup(socket.getaddrinfo)
 
 @pytest.fixture(autouse=True)
 def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test has its own cache folder and reads the environment afresh."""
+    """Each test has its own cache folder and reads the environment afresh.
+
+    Many compare bytes with mlx-lm's, so kernels are off; the tests of kernels turn them on.
+    """
     monkeypatch.setenv("MLX_SPEC_CACHE_DIR", str(tmp_path / "mlx-spec-cache"))
+    monkeypatch.setenv("MLX_SPEC_KERNELS", "off")
     _forget_settings()
     yield
     monkeypatch.undo()

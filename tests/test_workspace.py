@@ -42,13 +42,23 @@ def ids(value: object) -> str | None:
     return str(value.relative_to(ROOT)) if isinstance(value, Path) else None
 
 
+def module_name(data: dict) -> str:
+    """The package a project installs, however it is built."""
+    if "flit" in data["tool"]:
+        return data["tool"]["flit"]["module"]["name"]
+    (package,) = data["tool"]["scikit-build"]["wheel"]["packages"]
+    return Path(package).name
+
+
 @pytest.mark.parametrize("folder", PROJECTS, ids=ids)
 def test_every_project_has_the_same_shape(folder):
     data = PROJECTS[folder]
     project = data["project"]
-    assert data["build-system"] == PROJECTS[ROOT / "core"]["build-system"]
+    compiled = (folder / "CMakeLists.txt").is_file()
+    same_backend = data["build-system"] == PROJECTS[ROOT / "core"]["build-system"]
+    assert same_backend is not compiled
     assert project["requires-python"] == CORE["requires-python"] and project["license"] == CORE["license"]
-    module = data["tool"]["flit"]["module"]["name"]
+    module = module_name(data)
     assert module == project["name"].replace("-", "_")
     assert (folder / "src" / module / "__init__.py").is_file()
     assert (folder / project["readme"]).read_text().startswith(f"# {project['name']}\n")
@@ -58,7 +68,7 @@ def test_every_project_has_the_same_shape(folder):
 @pytest.mark.parametrize("folder", PROJECTS, ids=ids)
 def test_versions_agree(folder):
     data = PROJECTS[folder]
-    module = import_module(data["tool"]["flit"]["module"]["name"])
+    module = import_module(module_name(data))
     stated = [
         node.value.value
         for node in ast.parse(Path(module.__file__).read_text()).body
@@ -109,6 +119,20 @@ def test_constraints_pin_every_direct_dependency():
     wanted |= {requirement(d) for extra in CORE["optional-dependencies"].values() for d in extra}
     wanted -= {data["project"]["name"] for data in PROJECTS.values()}
     assert wanted - pinned == set()
+
+
+def test_what_is_compiled_is_built_for_the_mlx_it_runs_with():
+    for folder, data in PROJECTS.items():
+        if not (folder / "CMakeLists.txt").is_file():
+            continue
+        ranges = {
+            requirement.partition(";")[0].strip().replace("[cpu]", "").removeprefix("mlx")
+            for requirement in [*data["build-system"]["requires"], *data["project"]["dependencies"]]
+            if re.match(r"mlx(\[|[><=])", requirement)
+        }
+        assert len(ranges) == 1, f"{folder.name}: {ranges}"
+        major, minor, _ = pins("constraints.txt")["mlx"].split(".")
+        assert ranges.pop().endswith(f",<{major}.{int(minor) + 1}")
 
 
 def test_constraints_hold_nothing_but_pins():

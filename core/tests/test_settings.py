@@ -84,6 +84,15 @@ def test_empty_counts_as_unset(env):
     assert settings.get_settings().plugins is None and settings.early().plugins is None
 
 
+@pytest.mark.parametrize(
+    "value, expected",
+    [("", None), ("on", None), ("1", None), ("off", ()), ("OFF", ()), ("0", ()), ("Linear, rope", ("linear", "rope"))],
+)
+def test_kernels_are_switched_or_named(env, value, expected):
+    env(MLX_SPEC_KERNELS=value)
+    assert settings.get_settings().kernels == expected
+
+
 def test_both_readers_agree(env):
     env(MLX_SPEC_PLUGINS=" a, b,,", MLX_SPEC_TRACE="hooks", MLX_SPEC_LOG_LEVEL="DEBUG")
     full, early = settings.get_settings(), settings.early()

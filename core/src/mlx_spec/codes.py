@@ -58,6 +58,7 @@ CODES = _table(
     ("U02", "A model name that leaves the model root", "request", "refs"),
     ("U03", "An environment variable with a value that means nothing", "settings", "settings"),
     ("U04", "No home directory and no cache folder named", "settings", "settings"),
+    ("U05", "MLX_SPEC_KERNELS names a kernel that no plugin brings", "settings", "kernels"),
     ("U10", "An empty prompt", "request", "request"),
     ("U11", "A prompt token that is no integer", "request", "request"),
     ("U12", "A prompt token outside the vocabulary", "request", "request"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import Finding
+from .kernels import KernelUse, use_kernels
 from .loading import (
     DRAFTER_FLAG,
     KIND_FLAG,
@@ -38,6 +39,7 @@ class Plan:
         exactness: the probe's report, None before a probe or without a drafter.
         reason: why it is (not) active, in one sentence.
         notes, findings: everything else said while loading.
+        kernels: what runs in the place of mlx's own operations, in both models.
     """
 
     requested: str = "none"
@@ -52,6 +54,7 @@ class Plan:
     prefill_step: int = 2048
     notes: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    kernels: KernelUse = field(default_factory=KernelUse)
 
     @property
     def level(self) -> str:
@@ -63,7 +66,8 @@ class Plan:
         state = "on" if self.active else "off"
         return (
             f"speculation={state} kind={self.requested} block_size={self.block_size} "
-            f"block_size_from={self.block_size_from.replace(' ', '-')} exactness={self.level} reason={self.reason!r}"
+            f"block_size_from={self.block_size_from.replace(' ', '-')} exactness={self.level} reason={self.reason!r} "
+            f"kernels={self.kernels.line()!r}"
         )
 
 
@@ -136,11 +140,13 @@ def load(
     loaded = load_target(target_ref)
     _cast(loaded, dtype)
     _check_quantised(kv_bits, kv_group_size, loaded)
+    plan.kernels = use_kernels(loaded.model)
     pair = Pair(loaded, None, None, plan, target_ref)
     _attach_text(pair)
     if choice is not None:
         pair.drafter = load_drafter(choice, loaded)
         _cast(pair.drafter, dtype)
+        plan.kernels = plan.kernels.merged(use_kernels(pair.drafter.model))
         pair.drafter_ref, pair.drafter_owner = choice.ref, choice.owner
         _choose_width(pair, block_size, block_size_from)
         if plan.active:
@@ -246,7 +252,7 @@ def _prove(pair: Pair, probe: bool) -> None:
 
 
 def pair_key(pair: Pair) -> str:
-    """Hex key over both weights' fingerprints, K/V mode, dtypes, mlx version and device."""
+    """Hex key over both weights' fingerprints, K/V mode, dtypes, mlx version, device and kernels."""
     import hashlib
 
     import mlx.core as mx
@@ -264,5 +270,6 @@ def pair_key(pair: Pair) -> str:
         str(pair.target.dtype),
         mx.__version__,
         str(mx.default_device()),
+        pair.plan.kernels.line(),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

@@ -31,6 +31,9 @@ class Kernel:
         claim: "bitwise", or the tolerance it promises against `reference`.
         build: builds the kernel when it is first needed; must not run at import.
         reference: the same result in plain mlx operations.
+        swap: function(module) -> the mlx module that runs the kernel in its place and shares its weights, or
+            None for modules it does not cover. Core calls it on every module of a target or drafter that loaded.
+        ready: function() -> (True, what runs, e.g. "avx2") or (False, why it cannot run here); asked before swap.
     """
 
     op: str
@@ -38,6 +41,8 @@ class Kernel:
     claim: str
     build: Callable[[], Callable[..., Any]]
     reference: Callable[..., Any]
+    swap: Callable[[Any], Any] | None = None
+    ready: Callable[[], tuple[bool, str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,9 @@ class Settings(BaseSettings):
     governor: bool = Field(True, description="choose the width per round by measured gain")
     prefill_step: int = Field(2048, ge=1, description="prompt tokens per prefill chunk")
 
+    kernels: Names | None = Field(None, description="off leaves all to mlx; op names use only these kernels")
+    threads: int | None = Field(None, ge=1, description="threads of CPU kernels; default: all usable cores")
+
     draft_profile: bool = Field(False, description="time every phase of a round by itself, and log it")
     gap_log: bool = Field(False, description="top-2 gap of every verified row")
     print_token_ids: bool = Field(False, description="token ids beside the text")
@@ -58,6 +61,20 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: object) -> object:
         return split_names(value) if isinstance(value, str) else value
+
+    @field_validator("kernels", mode="before")
+    @classmethod
+    def _switch(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        names = split_names(value.lower())
+        switches: dict[tuple[str, ...], tuple[str, ...] | None] = {
+            ("on",): None,
+            ("1",): None,
+            ("off",): (),
+            ("0",): (),
+        }
+        return switches.get(names, names)
 
     @field_validator("trace")
     @classmethod

@@ -58,7 +58,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 def run_checks() -> list[Check]:
     """All checks, in the order they are shown; one that breaks becomes an error of its own."""
     checks: list[Check] = []
-    for group in (_system, _mlx, _blas, _libraries, _plugins, _settings):
+    for group in (_system, _mlx, _blas, _kernels, _libraries, _plugins, _settings):
         checks += _guarded(group)
     return checks
 
@@ -138,6 +138,28 @@ def judge_blas(paths: list[str]) -> Check:
         step = "Prefer bfloat16 or quantised weights on this CPU; MLX has kernels of its own there"
         return Check("blas", "warn", detail, step)
     return Check("blas", "warn", "no BLAS library found in this process", "Nothing to do if MLX runs on a GPU")
+
+
+def _kernels() -> Iterator[Check]:
+    """Which kernels replace mlx's own operations on the default device."""
+    from ..kernels import candidates, device_kind
+    from ..plugins import get_manager
+    from ..settings import get_settings
+
+    only = get_settings().kernels
+    if only == ():
+        yield Check("kernels", "ok", "mlx's own (MLX_SPEC_KERNELS=off)")
+        return
+    device = device_kind()
+    found = candidates(get_manager().registry, device, only)
+    for candidate in found:
+        label = f"{candidate.owner}: {candidate.detail or 'ready'}"
+        step = "" if candidate.ok else "Everything works without it, more slowly; rebuild the plugin to use it"
+        yield Check(f"kernel {candidate.kernel.op}", "ok" if candidate.ok else "warn", label, step)
+    if not found:
+        slow = device == "cpu" and sys.platform == "linux"
+        step = "pip install mlx-spec-cpu (needs a C++ compiler) for kernels made for this CPU" if slow else ""
+        yield Check("kernels", "warn" if slow else "ok", f"mlx's own; no plugin brings any for {device}", step)
 
 
 def _libraries() -> Iterator[Check]:

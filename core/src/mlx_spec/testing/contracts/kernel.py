@@ -46,7 +46,7 @@ class KernelContract(Contract):
     @classmethod
     def notes(cls) -> list[str]:
         """What this machine cannot test."""
-        missing = "builds for metal and cuda: this machine has neither, only references were run"
+        missing = "kernels for metal and cuda: this machine has neither, of those only references were run"
         return [*super().notes(), *([missing] if backend() == "cpu" else [])]
 
     def test_it_describes_itself(self, kernel: Kernel) -> None:

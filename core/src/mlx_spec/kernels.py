@@ -1,0 +1,178 @@
+"""Kernels that plugins bring, put into the models that load: which run here, and why not the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .registry import Kernel, Registry
+
+log = logging.getLogger("mlx_spec.load")
+
+Swap = Callable[[Any], "Any | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One kernel of one plugin, and whether it can run on this device.
+
+    Attributes:
+        ok: True when it can.
+        detail: what runs, e.g. "avx2", or why it cannot run.
+    """
+
+    owner: str
+    kernel: Kernel
+    ok: bool
+    detail: str
+
+
+@dataclass(slots=True)
+class KernelUse:
+    """What runs in the place of mlx's own operations.
+
+    Attributes:
+        layers: "owner detail" -> op -> number of layers that were replaced.
+        reason: why mlx's own operations run where nothing was replaced; "" when there is nothing to say.
+    """
+
+    layers: dict[str, dict[str, int]] = field(default_factory=dict)
+    reason: str = ""
+
+    def line(self) -> str:
+        """One line: "cpu avx2 (linear 57, rms-norm 29)", or "mlx" and the reason."""
+        if not self.layers:
+            return f"mlx ({self.reason})" if self.reason else "mlx"
+        parts = (
+            f"{path} ({', '.join(f'{op} {n}' for op, n in sorted(ops.items()))})" for path, ops in self.layers.items()
+        )
+        return "; ".join(parts)
+
+    def merged(self, other: KernelUse) -> KernelUse:
+        """Both models of a pair in one."""
+        layers = {path: dict(ops) for path, ops in self.layers.items()}
+        for path, ops in other.layers.items():
+            into = layers.setdefault(path, {})
+            for op, n in ops.items():
+                into[op] = into.get(op, 0) + n
+        return KernelUse(layers, self.reason or other.reason)
+
+
+def device_kind() -> str:
+    """Kind of mlx's default device: "cpu", "metal" or "cuda"."""
+    import mlx.core as mx
+
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def candidates(registry: Registry, device: str, only: tuple[str, ...] | None = None) -> list[Candidate]:
+    """Kernels for `device` that replace layers, and whether they can run; `only` names the ops wanted.
+
+    Raises UsageError for a name that no plugin brings.
+    """
+    found = [(owner, kernel) for owner, kernel in registry.kernels() if kernel.swap and device in kernel.backends]
+    known = sorted({kernel.op for _, kernel in found})
+    unknown = [name for name in only or () if name not in known]
+    if unknown:
+        raise UsageError(
+            "MLX_SPEC_KERNELS",
+            found=unknown[0],
+            expected=" | ".join(["on", "off", *known]),
+            next_step="Correct or unset it",
+            code="U05",
+        )
+    wanted = [(owner, kernel) for owner, kernel in found if only is None or kernel.op in only]
+    return [_judge(owner, kernel) for owner, kernel in wanted]
+
+
+def _judge(owner: str, kernel: Kernel) -> Candidate:
+    """Ask the kernel whether it can run; a question that fails is an answer too."""
+    try:
+        ok, detail = kernel.ready() if kernel.ready is not None else (True, "")
+    except Exception as error:  # the plugin's own code
+        ok, detail = False, f"{type(error).__name__}: {error}"
+    return Candidate(owner, kernel, ok, detail)
+
+
+def use_kernels(model: Any) -> KernelUse:
+    """Replace what a kernel covers in a loaded mlx module tree, in place; weights are shared.
+
+    MLX_SPEC_KERNELS=off leaves everything to mlx; names of ops use only those.
+    """
+    from .plugins import get_manager
+    from .settings import get_settings
+
+    only = get_settings().kernels
+    if model is None:
+        return KernelUse()
+    if only == ():
+        return KernelUse(reason="MLX_SPEC_KERNELS=off")
+    use, device = KernelUse(), device_kind()
+    for candidate in candidates(get_manager().registry, device, only):
+        if not candidate.ok:
+            use.reason = use.reason or f"plugin {candidate.owner}: {candidate.detail}"
+            continue
+        _, count = swap_modules(model, candidate.kernel.swap)
+        if count:
+            path = f"{candidate.owner} {candidate.detail}".strip()
+            use.layers.setdefault(path, {})[candidate.kernel.op] = count
+    if not use.layers and not use.reason:
+        use.reason = f"no kernels for {device}"
+    log.info("kernels: %s", use.line())
+    return use
+
+
+def swap_modules(root: Any, swap: Swap | None) -> tuple[Any, int]:
+    """(root, count) after what `swap` returns for a module, if anything, took the place of it.
+
+    A module held in several places is replaced by one and the same module. `root` itself is replaced too, and
+    then what is returned is not what was given.
+    """
+    return _Swapper(swap).run(root) if swap is not None else (root, 0)
+
+
+class _Swapper:
+    """One walk over a module tree."""
+
+    def __init__(self, swap: Swap):
+        self.swap = swap
+        self.made: dict[int, Any] = {}
+        self.kept: list[Any] = []  # identities are only unique among things that live
+
+    def run(self, root: Any) -> tuple[Any, int]:
+        return self._module(root), sum(new is not old for new, old in zip(self.made.values(), self.kept, strict=True))
+
+    def _module(self, module: Any) -> Any:
+        """What stands in the place of a module; one that stays is searched."""
+        if id(module) not in self.made:
+            new = self.swap(module)
+            self.made[id(module)] = module if new is None else new
+            self.kept.append(module)
+            if new is None:
+                for name, value in list(module.items()):
+                    changed = self._value(value)
+                    if changed is not value:
+                        setattr(module, name, changed)
+        return self.made[id(module)]
+
+    def _value(self, value: Any) -> Any:
+        """A module or a container of modules with replacements in it; the same object when nothing changed."""
+        from mlx import nn
+
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, list | tuple):
+            items = [self._value(item) for item in value]
+            same = all(a is b for a, b in zip(items, value, strict=True))
+            return value if same else type(value)(items)
+        if isinstance(value, dict):
+            entries = {key: self._value(item) for key, item in value.items()}
+            return value if all(entries[key] is value[key] for key in entries) else entries
+        return value

@@ -1,0 +1,64 @@
+// What an instruction set's kernels take and return. Plain C++ only: each instruction set is a translation unit
+// of its own, compiled with its own flags, and must not share inline code with the others.
+#pragma once
+
+#include <cstdint>
+
+namespace spec {
+
+enum class Type : int { f32, f16, bf16, e8m0, e4m3 };
+
+// How a weight row is stored. `dense` holds elements of Weights::type; `affine` holds packed codes q with
+// w = scale * q + bias per group; `fp4` holds E2M1 codes times a scale per group.
+enum class Format : int { dense, affine, fp4 };
+
+// A matrix (N, K), row-contiguous.
+struct Weights {
+  Format format;
+  Type type;         // dense: of the elements
+  int bits;          // affine: 2, 3, 4, 5, 6, 8; fp4: 4
+  int group;         // weights that share a scale
+  Type scale_type;   // of scales and biases
+  const void* data;
+  const void* scales;  // (N, K / group)
+  const void* biases;  // (N, K / group), affine only
+  int64_t row_bytes;   // of one row of data
+};
+
+// y[m][n] = sum_k x[m][k] * w[n][k] (+ bias[n]), for n in [first, last).
+// x rows are float, padded with zeros to `padded` and in the order `prepare` gave them.
+struct Product {
+  Weights w;
+  const float* const* x;  // rows
+  void* const* y;         // rows
+  const void* bias;       // (N,) or null
+  int64_t rows, N, K, padded;
+  int64_t origin;  // dense weights start at this column
+  Type y_type, bias_type;
+  float* scratch;  // `scratch_floats` of them, of the calling thread
+};
+
+struct Kernels {
+  const char* name;
+  // Floats of scratch one call of `product` needs.
+  int64_t (*scratch_floats)(const Product&);
+  // Columns a call of `product` should cover, at least.
+  int64_t (*columns)(const Product&);
+  void (*product)(const Product&, int64_t first, int64_t last);
+  // One row of activations as floats, zero-padded, in the order the weights are decoded in.
+  void (*prepare)(const Weights&, const void* x, Type type, int64_t stride, int64_t K, int64_t padded, float* out);
+  // Elements a row is padded to a multiple of.
+  int width;
+  // Whether `prepare` would only copy a contiguous float row of K elements.
+  bool (*direct)(const Weights&, Type type, int64_t K);
+  // rms_norm of one row: x * rsqrt(mean(x^2) + eps) * weight, weight null for ones.
+  void (*rms)(const void* x, Type type, int64_t stride, const void* weight, Type weight_type, int64_t D, float eps,
+              void* y, Type y_type);
+};
+
+const Kernels* avx512_kernels();
+const Kernels* avx2_kernels();
+const Kernels* neon_kernels();
+const Kernels* portable_kernels();
+
+}  // namespace spec

@@ -1,0 +1,22 @@
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+namespace spec {
+namespace {
+#include "scalar.h"
+#include "vec_avx512.h"
+#include "linear.inl"
+#include "norm.inl"
+
+const Kernels kernels = {"avx512", scratch_floats, columns, product, prepare, W, direct, rms};
+}  // namespace
+
+const Kernels* avx512_kernels() { return &kernels; }
+}  // namespace spec
+#else
+const spec::Kernels* spec::avx512_kernels() { return nullptr; }
+#endif

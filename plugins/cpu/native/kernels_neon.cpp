@@ -1,0 +1,22 @@
+#include "kernels.h"
+
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#include <math.h>
+#include <string.h>
+
+namespace spec {
+namespace {
+#include "scalar.h"
+#include "vec_plain.h"
+#include "linear.inl"
+#include "norm.inl"
+
+const Kernels kernels = {"neon", scratch_floats, columns, product, prepare, W, direct, rms};
+}  // namespace
+
+const Kernels* neon_kernels() { return &kernels; }
+}  // namespace spec
+#else
+const spec::Kernels* spec::neon_kernels() { return nullptr; }
+#endif

@@ -1,0 +1,44 @@
+// Linear layers as an mlx primitive.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "kernels.h"
+#include "mlx/array.h"
+#include "mlx/primitives.h"
+#include "mlx/utils.h"
+
+namespace spec {
+
+namespace mx = mlx::core;
+
+// The kernels in use: the best this processor runs, unless `use_kernels` chose others.
+const Kernels& kernels();
+bool use_kernels(const std::string& name);  // false when this processor or build lacks them
+std::string kernel_names();                 // what this processor runs, best first, separated by commas
+
+std::optional<Type> stored_type(mx::Dtype dtype);
+
+// Layout of the weights of a layer.
+struct Layout {
+  std::string mode;  // "dense", "affine", "mxfp4", "nvfp4"
+  int group = 0, bits = 0;
+  bool operator==(const Layout&) const = default;
+};
+
+// x (..., K) times w (N, K) transposed, plus bias (N,): (..., N). Scales and biases belong to packed weights.
+// Raises std::invalid_argument, naming shapes or dtypes, for what it cannot multiply.
+mx::array linear(const mx::array& x, const mx::array& w, const std::optional<mx::array>& scales,
+                 const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, const Layout& layout,
+                 mx::StreamOrDevice stream);
+
+// x (..., M, K) times w[indices] (experts, N, K) transposed: (broadcast of x's and indices' leading axes, M, N).
+mx::array gathered(const mx::array& x, const mx::array& w, const std::optional<mx::array>& scales,
+                   const std::optional<mx::array>& biases, const mx::array& indices, const Layout& layout,
+                   mx::StreamOrDevice stream);
+
+// mlx's fast rms_norm over the last axis; weight (D,) or none.
+mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice stream);
+
+}  // namespace spec

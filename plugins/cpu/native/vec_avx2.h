@@ -1,0 +1,92 @@
+// AVX2 with FMA and F16C: 8 lanes. Included inside the kernel file's namespace.
+
+constexpr int W = 8;
+typedef __m256 vec;
+
+static inline vec zero() { return _mm256_setzero_ps(); }
+static inline vec ones(float f) { return _mm256_set1_ps(f); }
+static inline vec load(const float* p) { return _mm256_loadu_ps(p); }
+static inline void store(float* p, vec v) { _mm256_storeu_ps(p, v); }
+static inline vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+
+// The pairwise tree of the lanes: halves are added until one is left.
+static inline float sum(vec v) {
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+
+// The same tree for four vectors at once.
+static inline void sum4(const vec* v, float* out) {
+  __m128 q[4];
+  for (int i = 0; i < 4; i++) q[i] = _mm_add_ps(_mm256_castps256_ps128(v[i]), _mm256_extractf128_ps(v[i], 1));
+  __m128 l01 = _mm_add_ps(_mm_movelh_ps(q[0], q[1]), _mm_movehl_ps(q[1], q[0]));
+  __m128 l23 = _mm_add_ps(_mm_movelh_ps(q[2], q[3]), _mm_movehl_ps(q[3], q[2]));
+  _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(l01, l23, 0x88), _mm_shuffle_ps(l01, l23, 0xdd)));
+}
+
+static inline vec load_bf16(const uint16_t* p) {
+  __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+
+static inline vec load_f16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+static inline __m256i lane_numbers() { return _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0); }
+
+static inline __m256i times(__m256i v, int n) { return _mm256_mullo_epi32(v, _mm256_set1_epi32(n)); }
+
+template <int bits>
+struct Affine {
+  static constexpr bool swapped = false;
+  struct Group {
+    vec scale, bias;
+  };
+
+  static inline Group group(const uint8_t*, float scale, float bias, int) { return {ones(scale), ones(bias)}; }
+
+  // Eight weights from their packed codes, which are exactly `bits` bytes.
+  static inline vec decode(const uint8_t* codes, const Group& g, int) {
+    __m256i q;
+    if constexpr (bits == 8) {
+      q = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+    } else if constexpr (bits == 4 || bits == 2) {
+      uint32_t word = 0;
+      memcpy(&word, codes, bits);
+      q = _mm256_srlv_epi32(_mm256_set1_epi32(int(word)), times(lane_numbers(), bits));
+      q = _mm256_and_si256(q, _mm256_set1_epi32((1 << bits) - 1));
+    } else {
+      uint64_t word = 0;
+      memcpy(&word, codes, bits);
+      __m256i place = times(lane_numbers(), bits);
+      __m256i first = _mm256_srli_epi32(place, 3), shift = _mm256_and_si256(place, _mm256_set1_epi32(7));
+      __m256i pick = _mm256_add_epi32(_mm256_add_epi32(first, _mm256_slli_epi32(first, 8)),
+                                     _mm256_set1_epi32(int(0x80800100u)));
+      q = _mm256_srlv_epi32(_mm256_shuffle_epi8(_mm256_set1_epi64x((long long)word), pick), shift);
+      q = _mm256_and_si256(q, _mm256_set1_epi32((1 << bits) - 1));
+    }
+    return fma(_mm256_cvtepi32_ps(q), g.scale, g.bias);
+  }
+};
+
+struct Fp4 {
+  static constexpr bool swapped = false;
+  struct Group {
+    vec magnitudes;
+  };
+  static inline Group group(const uint8_t*, float scale, float, int) {
+    return {_mm256_mul_ps(_mm256_set_ps(6, 4, 3, 2, 1.5f, 1, 0.5f, 0), ones(scale))};
+  }
+  static inline vec decode(const uint8_t* codes, const Group& g, int) {
+    uint32_t word;
+    memcpy(&word, codes, 4);
+    __m256i q = _mm256_srlv_epi32(_mm256_set1_epi32(int(word)), times(lane_numbers(), 4));
+    __m256i sign = _mm256_and_si256(_mm256_slli_epi32(q, 28), _mm256_set1_epi32(int(0x80000000u)));
+    return _mm256_xor_ps(_mm256_permutevar8x32_ps(g.magnitudes, q), _mm256_castsi256_ps(sign));
+  }
+};
+
+constexpr int tile_columns(int rows) { return rows == 1 ? 4 : rows <= 4 ? 2 : 1; }
+constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 2;

@@ -1,0 +1,115 @@
+// AVX-512 (F, BW, VL, DQ): 16 lanes. Included inside the kernel file's namespace.
+
+constexpr int W = 16;
+typedef __m512 vec;
+
+static inline vec zero() { return _mm512_setzero_ps(); }
+static inline vec ones(float f) { return _mm512_set1_ps(f); }
+static inline vec load(const float* p) { return _mm512_loadu_ps(p); }
+static inline void store(float* p, vec v) { _mm512_storeu_ps(p, v); }
+static inline vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+
+// The pairwise tree of the lanes: halves are added until one is left.
+static inline float sum(vec v) {
+  __m256 a = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+
+// The same tree for four vectors at once.
+static inline void sum4(const vec* v, float* out) {
+  __m128 q[4];
+  for (int i = 0; i < 4; i++) {
+    __m256 a = _mm256_add_ps(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps(v[i], 1));
+    q[i] = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  }
+  __m128 l01 = _mm_add_ps(_mm_movelh_ps(q[0], q[1]), _mm_movehl_ps(q[1], q[0]));
+  __m128 l23 = _mm_add_ps(_mm_movelh_ps(q[2], q[3]), _mm_movehl_ps(q[3], q[2]));
+  _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(l01, l23, 0x88), _mm_shuffle_ps(l01, l23, 0xdd)));
+}
+
+static inline vec load_bf16(const uint16_t* p) {
+  __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+
+static inline vec load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+static inline __m512i lane_numbers() {
+  return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+}
+
+static inline __m512i times(__m512i v, int n) { return _mm512_mullo_epi32(v, _mm512_set1_epi32(n)); }
+
+// Codes of up to four bits select from a table of the sixteen values a group can take.
+template <int bits>
+struct Affine {
+  static constexpr bool swapped = bits == 4;
+  struct Group {
+    vec low, high;  // tables; or scale and bias for bits > 5
+  };
+
+  static inline Group group(const uint8_t*, float scale, float bias, int) {
+    Group g;
+    vec s = ones(scale), b = ones(bias);
+    if constexpr (bits > 5) {
+      g.low = s, g.high = b;
+    } else {
+      __m512i codes = _mm512_and_epi32(lane_numbers(), _mm512_set1_epi32((1 << bits) - 1));
+      g.low = fma(_mm512_cvtepi32_ps(codes), s, b);
+      g.high = bits == 5 ? fma(_mm512_cvtepi32_ps(_mm512_add_epi32(codes, _mm512_set1_epi32(16))), s, b) : g.low;
+    }
+    return g;
+  }
+
+  // Sixteen weights from their packed codes. For 4 bits, lane 2i holds code i and lane 2i + 1 code 8 + i.
+  static inline vec decode(const uint8_t* codes, const Group& g, int) {
+    if constexpr (bits == 4) {
+      long long word;
+      memcpy(&word, codes, 8);
+      __m512i shift = times(_mm512_srli_epi32(lane_numbers(), 1), 4);
+      return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(word), shift), g.low);
+    } else if constexpr (bits == 2) {
+      int word;
+      memcpy(&word, codes, 4);
+      return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi32(word), times(lane_numbers(), 2)), g.low);
+    } else if constexpr (bits == 8) {
+      __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+      return fma(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), g.low, g.high);
+    } else {
+      __m128i bytes = _mm_maskz_loadu_epi8((1 << (2 * bits)) - 1, codes);
+      __m512i place = times(lane_numbers(), bits);
+      __m512i first = _mm512_srli_epi32(place, 3), shift = _mm512_and_epi32(place, _mm512_set1_epi32(7));
+      __m512i pick = _mm512_add_epi32(_mm512_add_epi32(first, _mm512_slli_epi32(first, 8)),
+                                     _mm512_set1_epi32(int(0x80800100u)));
+      __m512i idx = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), pick), shift);
+      if constexpr (bits == 3) return _mm512_permutexvar_ps(idx, g.low);
+      if constexpr (bits == 5) return _mm512_permutex2var_ps(g.low, idx, g.high);
+      return fma(_mm512_cvtepi32_ps(_mm512_and_epi32(idx, _mm512_set1_epi32((1 << bits) - 1))), g.low, g.high);
+    }
+  }
+};
+
+struct Fp4 {
+  static constexpr bool swapped = true;
+  struct Group {
+    vec low;
+  };
+  static inline Group group(const uint8_t*, float scale, float, int) {
+    vec values = _mm512_set_ps(-6, -4, -3, -2, -1.5f, -1, -0.5f, -0.0f, 6, 4, 3, 2, 1.5f, 1, 0.5f, 0);
+    return {_mm512_mul_ps(values, ones(scale))};
+  }
+  static inline vec decode(const uint8_t* codes, const Group& g, int) {
+    long long word;
+    memcpy(&word, codes, 8);
+    __m512i shift = times(_mm512_srli_epi32(lane_numbers(), 1), 4);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(word), shift), g.low);
+  }
+};
+
+// Rows times columns of the register tile, by rows; what a tile of many rows has.
+constexpr int tile_columns(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 4 : 2; }
+constexpr int BLOCK_ROWS = 6, BLOCK_COLUMNS = 4;

@@ -1,0 +1,87 @@
+// Four lanes: NEON on arm64, plain arrays anywhere else. Included inside the kernel file's namespace.
+
+constexpr int W = 4;
+
+#if defined(__ARM_NEON) && !defined(SPEC_PORTABLE)
+typedef float32x4_t vec;
+static inline vec zero() { return vdupq_n_f32(0); }
+static inline vec ones(float f) { return vdupq_n_f32(f); }
+static inline vec load(const float* p) { return vld1q_f32(p); }
+static inline void store(float* p, vec v) { vst1q_f32(p, v); }
+static inline vec fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+#else
+struct vec {
+  float v[W];
+};
+static inline vec ones(float f) { return {{f, f, f, f}}; }
+static inline vec zero() { return ones(0); }
+static inline vec load(const float* p) { return {{p[0], p[1], p[2], p[3]}}; }
+static inline void store(float* p, vec v) { memcpy(p, v.v, sizeof v); }
+static inline vec fma(vec a, vec b, vec c) {
+  vec r;
+  for (int i = 0; i < W; i++) r.v[i] = c.v[i] + a.v[i] * b.v[i];
+  return r;
+}
+#endif
+
+// The pairwise tree of the lanes: halves are added until one is left.
+static inline float sum(vec v) {
+  float p[W];
+  store(p, v);
+  return (p[0] + p[2]) + (p[1] + p[3]);
+}
+
+static inline void sum4(const vec* v, float* out) {
+  for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
+}
+
+static inline vec load_bf16(const uint16_t* p) {
+  float f[W];
+  for (int i = 0; i < W; i++) f[i] = bf16_to_float(p[i]);
+  return load(f);
+}
+
+static inline vec load_f16(const uint16_t* p) {
+  float f[W];
+  for (int i = 0; i < W; i++) f[i] = f16_to_float(p[i]);
+  return load(f);
+}
+
+// A group is decoded as a whole into floats; `decode` reads them back.
+template <int bits>
+struct Affine {
+  static constexpr bool swapped = false;
+  struct Group {
+    float values[128];
+  };
+
+  static inline Group group(const uint8_t* codes, float scale, float bias, int size) {
+    Group g;
+    constexpr uint32_t mask = (1u << bits) - 1;
+    for (int k = 0; k < size; k += 8) {  // eight codes are `bits` bytes
+      uint64_t word = 0;
+      for (int i = 0; i < bits; i++) word |= uint64_t(codes[i]) << (8 * i);
+      for (int i = 0; i < 8; i++) g.values[k + i] = float(uint32_t(word >> (i * bits)) & mask) * scale + bias;
+      codes += bits;
+    }
+    return g;
+  }
+  static inline vec decode(const uint8_t*, const Group& g, int k) { return load(g.values + k); }
+};
+
+struct Fp4 {
+  static constexpr bool swapped = false;
+  struct Group {
+    float values[128];
+  };
+  static inline Group group(const uint8_t* codes, float scale, float, int size) {
+    static const float values[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    Group g;
+    for (int k = 0; k < size; k++) g.values[k] = values[(codes[k / 2] >> (4 * (k & 1))) & 15] * scale;
+    return g;
+  }
+  static inline vec decode(const uint8_t*, const Group& g, int k) { return load(g.values + k); }
+};
+
+constexpr int tile_columns(int rows) { return rows <= 2 ? 4 : 2; }
+constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 4;

@@ -1,0 +1,82 @@
+"""The compiled library: loaded once, checked against the MLX in use; no traceback when it cannot be."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from mlx_spec.errors import RefusedError
+
+REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir mlx-spec-cpu"
+
+
+def ready() -> tuple[bool, str]:
+    """(True, instruction set in use) or (False, why the library cannot be used and what to do)."""
+    module, reason = _library()
+    return (module is not None, reason if module is None else str(module.kernels()))
+
+
+def library() -> Any:
+    """The library. Raises RefusedError when it cannot be used."""
+    module, reason = _library()
+    if module is None:
+        raise RefusedError(
+            "kernel library of mlx-spec-cpu",
+            found=reason,
+            expected="a library built for the MLX in use",
+            next_step=f"Install a C++ compiler and run: {REBUILD}",
+            code="CP01",
+        )
+    return module
+
+
+def use_kernels(name: str) -> None:
+    """Choose an instruction set, e.g. "avx2", for the whole process. RefusedError when it cannot run here."""
+    module = library()
+    if not module.use_kernels(name):
+        raise RefusedError(
+            "kernels",
+            found=repr(name),
+            expected=f"one of {module.kernel_names()}",
+            next_step="Choose one of these",
+            code="CP02",
+        )
+
+
+@cache
+def _library() -> tuple[ModuleType | None, str]:
+    """The checked module, or None and the reason."""
+    try:
+        import mlx.core as mx
+
+        module = import_module("._native", __package__)
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and str(error.name).endswith("_native")
+        return None, "no library: it was installed without a C++ compiler" if missing else f"{error}"
+    reason = mismatch(str(module.built_for), mx.__version__)
+    if not reason:
+        try:
+            module.linear(mx.zeros((1, 4)), mx.zeros((1, 4)))
+        except TypeError:  # another nanobind: mlx's arrays are strangers to the library
+            reason = "a library that does not know this MLX's arrays"
+    if reason:
+        return None, reason
+    module.set_threads(_threads(module.usable_cores()))
+    return module, ""
+
+
+def mismatch(built_for: str, found: str) -> str:
+    """What is wrong about the two MLX versions, "" when their major and minor numbers agree."""
+    if built_for.split(".")[:2] == found.split(".")[:2]:
+        return ""
+    return f"a library built for MLX {built_for}, while MLX {found} runs"
+
+
+def _threads(cores: int) -> int:
+    """MLX_SPEC_THREADS, but not more than the cores this process may use."""
+    from mlx_spec.settings import get_settings
+
+    asked = get_settings().threads
+    return cores if asked is None else min(asked, cores)

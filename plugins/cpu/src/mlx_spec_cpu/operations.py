@@ -1,0 +1,95 @@
+"""The operations themselves: what is built, and the same in plain mlx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .native import library
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    import mlx.nn as nn
+
+
+def linear_reference(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    bias: mx.array | None = None,
+    mode: str = "dense",
+    group_size: int = 0,
+    bits: int = 0,
+) -> mx.array:
+    """x (..., K) times weight (N, K) transposed, plus bias (N,): (..., N), by mlx's own operations."""
+    import mlx.core as mx
+
+    if mode == "dense":
+        y = x @ weight.T
+    else:
+        y = mx.quantized_matmul(x, weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
+    return y if bias is None else y + bias
+
+
+def gathered_reference(
+    x: mx.array,
+    weight: mx.array,
+    indices: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    mode: str = "dense",
+    group_size: int = 0,
+    bits: int = 0,
+) -> mx.array:
+    """x (..., M, K) times weight[indices] (..., N, K) transposed: (..., M, N), by mlx's own operations."""
+    import mlx.core as mx
+
+    if mode == "dense":
+        return mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=indices)
+    return mx.gather_qmm(
+        x, weight, scales, biases, rhs_indices=indices, transpose=True, group_size=group_size, bits=bits, mode=mode
+    )
+
+
+def rms_norm_reference(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+    """x (..., D) over its root mean square, times weight (D,), by mlx's own operation."""
+    import mlx.core as mx
+
+    return mx.fast.rms_norm(x, weight, eps)
+
+
+def build_linear() -> Callable[..., Any]:
+    """The linear kernel."""
+    return library().linear  # type: ignore[no-any-return]
+
+
+def build_gathered() -> Callable[..., Any]:
+    """The kernel over experts."""
+    return library().gathered  # type: ignore[no-any-return]
+
+
+def build_rms_norm() -> Callable[..., Any]:
+    """The norm."""
+    return library().rms_norm  # type: ignore[no-any-return]
+
+
+def swap_linear(module: nn.Module) -> nn.Module | None:
+    """Linear layers, embeddings as output heads, plain and quantised."""
+    from .modules import LINEAR, swapper
+
+    return swapper(LINEAR)(module)
+
+
+def swap_experts(module: nn.Module) -> nn.Module | None:
+    """mlx-lm's switch layers, plain and quantised."""
+    from .modules import EXPERTS, swapper
+
+    return swapper(EXPERTS)(module)
+
+
+def swap_norm(module: nn.Module) -> nn.Module | None:
+    """nn.RMSNorm."""
+    from .modules import NORM, swapper
+
+    return swapper(NORM)(module)

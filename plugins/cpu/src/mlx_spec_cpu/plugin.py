@@ -1,0 +1,24 @@
+"""The hooks of the CPU plugin: it brings kernels. Nothing heavy is imported before one is needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mlx_spec.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from mlx_spec.registry import Register
+
+
+@hookimpl
+def spec_register(register: Register) -> None:
+    """Bring the kernels; whether their library can be used is asked when a model loads."""
+    from mlx_spec.registry import Kernel
+
+    from . import operations as op
+    from .native import ready
+
+    cpu = ("cpu",)
+    register.kernel(Kernel("linear", cpu, "1e-5", op.build_linear, op.linear_reference, op.swap_linear, ready))
+    register.kernel(Kernel("experts", cpu, "1e-5", op.build_gathered, op.gathered_reference, op.swap_experts, ready))
+    register.kernel(Kernel("rms-norm", cpu, "1e-5", op.build_rms_norm, op.rms_norm_reference, op.swap_norm, ready))
