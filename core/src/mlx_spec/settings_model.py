@@ -65,9 +65,9 @@ class Settings(BaseSettings):
     @field_validator("kernels", mode="before")
     @classmethod
     def _switch(cls, value: object) -> object:
-        if not isinstance(value, str):
+        if not isinstance(value, str | int):  # 0 and 1 arrive decoded
             return value
-        names = split_names(value.lower())
+        names = split_names(str(value).lower())
         switches: dict[tuple[str, ...], tuple[str, ...] | None] = {
             ("on",): None,
             ("1",): None,
