@@ -18,6 +18,7 @@ from mlx_lm.utils import load_model, quantize_model, save_model
 from mlx_spec import Sampling, generate, load
 from mlx_spec.errors import UsageError
 from mlx_spec.kernels import swap_modules, use_kernels
+from mlx_spec.linear import HeldLinear
 from mlx_spec.pair import pair_key
 from mlx_spec.settings import reset_settings
 from mlx_spec.testing.tiny import write_llama
@@ -181,6 +182,12 @@ def test_a_layer_is_replaced_by_one_with_its_weights() -> None:
     x = mx.random.normal((3, 12))
     assert mx.allclose(new(x), layer(x), atol=1e-5).item()
     assert mx.allclose(new(mx.ones((2, 12), mx.int32)), layer(mx.ones((2, 12), mx.int32)), atol=1e-5).item()
+
+
+def test_transposes_that_core_holds_for_mlx_are_let_go() -> None:
+    layer = HeldLinear.of(nn.Linear(12, 8))
+    new = swap(layer)
+    assert type(new) is modules.RowLinear and set(new) == {"weight", "bias"} and new.weight is layer.weight
 
 
 def test_a_tree_is_changed_in_place_and_shared_layers_stay_shared() -> None:
