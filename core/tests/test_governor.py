@@ -256,7 +256,14 @@ def test_a_reproducible_row_ignores_its_company():
     loud = [Governor(3, shared) for _ in range(2)]
     mine = Governor(3, shared, reproducible=True)
     mine.set_costs(shared.for_batch(3))
-    assert choose_together([*loud, mine], [50, 50, 50])[2] == Governor(3, shared, reproducible=True).choose(50)
+    alone = Governor(3, shared, reproducible=True)
+    for drafted in [3, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 3]:  # silences are noticed as if nobody else drafted
+        k = alone.choose(50)
+        assert choose_together([*loud, mine], [50, 50, 50])[2] == k
+        alone.observe(min(drafted, k), 0, 0.01)
+        for governor, count in zip([*loud, mine], [3, 3, min(drafted, k)], strict=True):
+            governor.observe(count, 0, 0.02, width=3)
+    assert mine.tokens == alone.tokens == 16 and "nothing to propose" in alone.state
 
 
 def test_nothing_is_logged_while_choosing(caplog):

@@ -79,6 +79,8 @@ class Advancer:
             return None
         if not (request.adaptive and get_settings().governor):
             return FixedGovernor(width - 1)
+        if request.sampling.reply_follows_rounds:  # K from this request's accepted counts and typical costs alone
+            return Governor(width - 1, reproducible=True)
         return Governor(width - 1, self.pair.costs)
 
     def _describe(self, row: Row) -> None:
@@ -320,6 +322,8 @@ class Advancer:
             for row, reason in zip(rows, reasons, strict=False):
                 if reason:
                     row.note_fallback(reason)
+        if any(row.sampling.reply_follows_rounds for row in rows):  # in company it would be asked every time
+            return self._single(rows)
         return self._single(rows, min(self._empty, max(row.remaining for row in rows)))
 
     def _single(self, rows: Sequence[Row], steps: int = 1) -> list[tuple[Row, Event]]:

@@ -118,7 +118,8 @@ class Governor:
 
         width: most tokens drafted by any row of the batch, which is what the round's cost depends on.
         """
-        width = drafted if width is None else max(width, drafted)
+        # A reproducible row must not notice that others drafted where it did not.
+        width = drafted if width is None or self.reproducible else max(width, drafted)
         self.tokens += accepted + 1
         if drafted > 0:
             self.speculative_rounds += 1

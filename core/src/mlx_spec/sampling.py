@@ -98,6 +98,11 @@ class Sampling:
         return "coupled" if self.seed is not None else "rejection"
 
     @property
+    def reply_follows_rounds(self) -> bool:
+        """True when a seed promises a reply that also depends on where rounds begin and how far they draft."""
+        return self.seed is not None and self.law == "rejection"
+
+    @property
     def shape_key(self) -> tuple[float, float, float, int]:
         """(temperature, top_p, min_p, top_k): rows with equal keys are shaped together."""
         return (self.temperature, self.top_p, self.min_p, self.top_k)
