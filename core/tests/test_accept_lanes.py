@@ -44,6 +44,10 @@ def lane(settings: list[Sampling]) -> list[RowPlan]:
     ]
 
 
+def empty_draft(rows: int) -> Draft:
+    return Draft(mx.zeros((rows, 0), dtype=mx.int32), [0] * rows)
+
+
 def part(draft: Draft, b: int) -> Draft:
     counts = None if draft.counts is None else [draft.counts[b]]
     probs = None if draft.probs is None else draft.probs[b : b + 1]
@@ -58,11 +62,13 @@ def drafted(plan: list[RowPlan], logits: mx.array, noise: float = 0.3, vocab: in
     return Draft(mx.stack([t for t, _ in steps], axis=1), None, probs)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_row_of_a_mixed_lane_equals_its_solo_result_byte_for_byte(seed: int) -> None:
+def test_each_row_of_a_mixed_lane_equals_its_solo_result_byte_for_byte(seed: int, tied: bool) -> None:
     mx.random.seed(seed)
     plan = lane(LANE)
     logits = mx.random.normal((B, L, V)) * 2
+    logits = mx.round(logits) if tied else logits  # as half precision does with larger ones
     draft = drafted(plan, logits)
     draft.counts = [3, 2, 3, 1, 3, 0]
     together = accept(plan, logits, draft)
@@ -219,9 +225,22 @@ def test_logprobs_travel_in_the_same_array_and_describe_the_processed_logits() -
             assert [want[b][i][t] for t, _ in top] == pytest.approx(best, abs=1e-6)
 
 
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_equal_alternatives_come_in_the_order_of_their_ids(n: int) -> None:
+    """However many the lane asks for, and the first one is the greedy token."""
+    mx.random.seed(n)
+    logits = mx.round(mx.random.normal((9, 1, V)) * 2).astype(mx.bfloat16)
+    logits[:, :, 3] = -math.inf
+    plan = lane([Sampling(logprobs=n)] * 9)
+    for row, values in zip(accept(plan, logits, empty_draft(9)).read(), logits[:, 0].tolist(), strict=True):
+        ids = [t for t, _ in row.logprobs[0][2]]
+        assert ids == sorted(range(V), key=lambda t: (-values[t], t))[:n]
+        assert ids[0] == row.tokens[0]
+
+
 def test_more_alternatives_than_tokens_is_no_error() -> None:
     plan = [RowPlan(Sampling(logprobs=20))]
-    row = accept(plan, mx.array([[[0.0, 1.0, 2.0]]]), Draft(mx.zeros((1, 0), dtype=mx.int32))).read()[0]
+    row = accept(plan, mx.array([[[0.0, 1.0, 2.0]]]), empty_draft(1)).read()[0]
     assert [t for t, _ in row.logprobs[0][2]] == [2, 1, 0]
 
 

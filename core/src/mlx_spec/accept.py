@@ -293,12 +293,22 @@ def _logprob_columns(logits: mx.array, tokens: mx.array, n: int, asked: Sequence
     chosen = mx.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
     columns = [chosen.view(mx.int32)]
     if n:
-        ids = mx.argpartition(-logprobs, kth=n - 1, axis=-1)[..., :n]
-        values = mx.take_along_axis(logprobs, ids, axis=-1)
-        order = mx.argsort(-values, axis=-1)
-        columns.append(mx.take_along_axis(ids, order, axis=-1).astype(mx.int32).reshape(rows, -1))
-        columns.append(mx.take_along_axis(values, order, axis=-1).view(mx.int32).reshape(rows, -1))
+        ids = best_ids(logprobs, n)
+        columns.append(ids.astype(mx.int32).reshape(rows, -1))
+        columns.append(mx.take_along_axis(logprobs, ids, axis=-1).view(mx.int32).reshape(rows, -1))
     return mx.concatenate(columns, axis=1)
+
+
+def best_ids(logprobs: mx.array, n: int) -> mx.array:
+    """Ids of the n largest log-probabilities, best first; of equal ones the lowest id.
+
+    logprobs (..., V) float32 -> (..., n) int64. Half-precision logits are full of equal values: which of
+    them are named must not depend on n, which is the lane's, and the first one is what an argmax takes.
+    """
+    vocab = logprobs.shape[-1]
+    # Bit patterns of values up to 0 order them backwards, so one integer holds both criteria.
+    keys = logprobs.view(mx.uint32).astype(mx.int64) * vocab + mx.arange(vocab)
+    return mx.sort(mx.partition(keys, kth=n - 1, axis=-1)[..., :n], axis=-1) % vocab
 
 
 # -- host side ------------------------------------------------------------------------------------------
