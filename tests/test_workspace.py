@@ -9,8 +9,11 @@ import subprocess
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
+
+from mlx_spec.benchmark.workloads import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [
@@ -162,6 +165,19 @@ def test_make_runs_what_it_says():
 
     assert plan("test").splitlines()[-1] == ".venv/bin/python -m pytest"
     assert plan("demo").splitlines()[-1].startswith(".venv/bin/spec generate ")
+
+
+def test_the_wheel_of_core_holds_what_is_no_python(tmp_path, monkeypatch):
+    """Prompt texts, templates of `spec new` and the marker of typed packages are read from the package."""
+    from flit_core.buildapi import build_wheel
+
+    monkeypatch.chdir(ROOT / "core")
+    with ZipFile(tmp_path / build_wheel(str(tmp_path))) as wheel:
+        inside = {name for name in wheel.namelist() if name.startswith("mlx_spec/")}
+    source = ROOT / "core" / "src"
+    data = {p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    assert inside == data
+    assert {f"mlx_spec/benchmark/texts/{name}.toml" for name in NAMES} <= inside and "mlx_spec/py.typed" in inside
 
 
 def test_no_download_addresses_or_machine_paths():

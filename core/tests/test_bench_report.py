@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from io import BytesIO
 
 import pytest
 
 from mlx_spec.benchmark import plot, report
 from mlx_spec.benchmark.method import ARMS, BenchPlan, Run, Trial, WarmUp, at_trial, void_reason
 from mlx_spec.benchmark.workloads import Workload
+from mlx_spec.cli.bench import save
 from mlx_spec.errors import UsageError
 from mlx_spec.request import Result, SpeculationReport, Timings
 from mlx_spec.sampling import Sampling
@@ -255,11 +258,61 @@ def test_the_folder_is_made_or_refused(tmp_path):
         report.open_folder(str(tmp_path / "file" / "x"))
 
 
-def test_the_picture_or_why_there_is_none():
+def colours(png: bytes, share: float = 1.0) -> tuple[tuple[int, int], dict[str, int]]:
+    """(width, height) of a picture, and the pixels per colour of an arm in this share of it from the top."""
+    from PIL import Image
+
+    picture = Image.open(BytesIO(png))
+    picture = picture.crop((0, 0, picture.width, round(picture.height * share)))
+    counts = {"#{:02x}{:02x}{:02x}".format(*rgb): n for n, rgb in picture.convert("RGB").getcolors(1 << 24)}
+    return picture.size, {colour: counts.get(colour, 0) for colour in plot.COLOURS}
+
+
+def test_the_picture_has_a_bar_per_arm_and_workload():
     doc = make_document(make_plan("plain,spec"))
-    if plot.available():
-        assert plot.draw(doc).startswith(b"\x89PNG\r\n") and len(plot.draw(doc)) > 5000
-    else:
-        assert "mlx-spec[bench]" in plot.MISSING
-        with pytest.raises(ModuleNotFoundError, match="matplotlib"):
-            plot.draw(doc)
+    png = plot.draw(doc)
+    assert png.startswith(b"\x89PNG\r\n\x1a\n") and len(png) > 5000
+    size, found = colours(png)
+    assert size == (845, 975)  # 6.5 by 7.5 inches at 130 dots
+    plain, spec, third = found.values()
+    assert plain > 10_000 and spec > 10_000 and third == 0
+    names = tuple("abcdef")
+    speeds = {name: {arm: [9.0, 10.0, 11.0] for arm in ("plain", "spec", "fixed")} for name in names}
+    plan = make_plan("plain,spec,fixed", names)
+    wide, found = colours(plot.draw(make_document(plan, make_runs(plan, speeds))))
+    assert wide[0] > size[0] and min(found.values()) > 10_000
+
+
+def test_the_bars_are_as_tall_as_the_medians():
+    """The upper panel holds the speeds: twice the speed is twice the bar, dots and whiskers aside."""
+    plan = make_plan("plain,spec", ("code",))
+
+    def ratio(fast: float) -> float:
+        runs = make_runs(plan, {"code": {"plain": [10.0] * 3, "spec": [fast] * 3}})
+        _, found = colours(plot.draw(make_document(plan, runs)), share=0.6)
+        plain, spec, _ = found.values()
+        return spec / plain
+
+    assert ratio(10.0) == pytest.approx(1.0, rel=0.15) and ratio(20.0) == pytest.approx(2.0, rel=0.15)
+
+
+def test_a_void_result_is_drawn_as_one():
+    doc = make_document()
+    assert plot.draw(doc | {"void": True}) != plot.draw(doc) == plot.draw(doc)
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch):
+    """As where the extra is not installed."""
+    for name in {"matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))}:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_without_matplotlib_there_is_no_picture_and_a_reason(no_matplotlib, tmp_path, capsys):
+    doc = make_document()
+    assert not plot.available() and "pip install 'mlx-spec[bench]'" in plot.MISSING
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
+        plot.draw(doc)
+    save(doc, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+    assert capsys.readouterr().err.splitlines()[1:] == [plot.MISSING]
