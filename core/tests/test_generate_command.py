@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tinymodels import LLAMA, write_model, write_tokenizer
 
-from mlx_spec import plugins, settings
+from mlx_spec import plugins, promptfile, settings
 from mlx_spec.cli import cli, generate
 from mlx_spec.errors import LoadError, UsageError
 from mlx_spec.pair import load
@@ -206,3 +207,102 @@ def test_bits_and_groups_that_do_not_exist_are_refused_before_anything_is_loaded
     with pytest.raises(UsageError) as caught:
         load("/no/such/target", kv_bits=bits, kv_group_size=group)
     assert caught.value.code == code
+
+
+# -- texts -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path) -> Callable[[bytes], Path]:
+    """A file of these bytes."""
+
+    def write(data: bytes) -> Path:
+        (tmp_path / "prompt").write_bytes(data)
+        return tmp_path / "prompt"
+
+    return write
+
+
+def test_prompts_are_read_from_a_file_or_standard_input(source, monkeypatch):
+    data = "žluť\r\nkůň\n".encode()
+    assert generate.read_prompt({"prompt_file": str(source(data))}, demo=False) == "žluť\nkůň\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert generate.read_prompt({"prompt": "-"}, demo=False) == "žluť\nkůň\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "found"), [(b"ab\xff", "can't decode byte 0xff in position 2"), (b"x" * 1001, "more than 0 MiB")]
+)
+def test_texts_that_cannot_be_prompts_are_refused(run, source, monkeypatch, data, found):
+    """The limit is what a file that never ends meets, /dev/zero for one."""
+    monkeypatch.setattr(promptfile, "LIMIT", 1000)
+    result = run("--prompt-file", source(data))
+    assert result.exit_code == 2 and result.stderr.startswith(f"--prompt-file {source(data)}: found ")
+    assert found in result.stderr and "expected readable UTF-8 text" in result.stderr
+    result = CliRunner().invoke(cli, ["generate", "-m", "x", "-p", "-"], input=data)
+    assert result.exit_code == 2 and result.stderr.startswith("prompt on standard input: found ")
+    assert found in result.stderr
+    result = CliRunner().invoke(cli, ["bench", "-m", "x", "--prompt-file", str(source(data))])
+    assert result.exit_code == 2 and found in result.stderr
+
+
+def test_absent_files_and_a_closed_standard_input_are_refused(run, tmp_path, monkeypatch):
+    result = run("--prompt-file", tmp_path / "none")
+    assert result.exit_code == 2 and "none: found No such file or directory, expected readable" in result.stderr
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UsageError, match="prompt on standard input: found it closed"):
+        generate.read_prompt({"prompt": "-"}, demo=False)
+
+
+# -- what was remembered ---------------------------------------------------------------------------------
+
+
+def spoil(value: object, change: Callable[[object], object]) -> object:
+    """A JSON value with `change` made to every leaf."""
+    if isinstance(value, dict):
+        return {key: spoil(entry, change) for key, entry in value.items()}
+    return [spoil(entry, change) for entry in value] if isinstance(value, list) else change(value)
+
+
+CHANGES = {
+    "other types": lambda leaf: "nan" if isinstance(leaf, int | float) else 7,
+    "negative": lambda leaf: -1 - leaf if isinstance(leaf, int | float) else leaf,
+    "NaN": lambda leaf: float("nan") if isinstance(leaf, float) else leaf,
+    "too wide": lambda leaf: 64 if leaf == 4 else leaf,
+    "a level nobody has": lambda leaf: "perfect" if leaf in ("bitwise", "greedy") else leaf,
+    "another pair's": lambda leaf: "0" * 32 if isinstance(leaf, str) and len(leaf) == 32 else leaf,
+    "nothing": lambda leaf: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_memo_that_cannot_be_ours_is_measured_again(run, tmp_path, change):
+    args = ("--prompt-ids", "1,2,3", "--draft-kind", "prompt-lookup", "--draft-block-size", "4", "--json")
+    assert "(probed)" in run(*args).stderr and "(memo)" in run(*args).stderr
+    (memo,) = (tmp_path / "mlx-spec-cache" / "exactness").iterdir()
+    memo.write_text(json.dumps(spoil(json.loads(memo.read_text()), CHANGES[change])))
+    result = run(*args)
+    assert result.exit_code == 0 and "(probed)" in result.stderr, result.output
+    assert "(memo)" in run(*args).stderr
+
+
+def test_fields_of_a_memo_that_are_no_containers(run, tmp_path):
+    args = ("--prompt-ids", "1,2,3", "--draft-kind", "prompt-lookup", "--json")
+    run(*args)
+    (memo,) = (tmp_path / "mlx-spec-cache" / "exactness").iterdir()
+    whole = json.loads(memo.read_text())
+    for field in ("environment", "widths"):
+        for value in ("text", 3, [3], {"a": 3}):
+            memo.write_text(json.dumps(whole | {field: value}))
+            assert "(probed)" in run(*args).stderr
+
+
+# -- homes nobody has ------------------------------------------------------------------------------------
+
+
+def test_a_home_that_nobody_has_is_said_in_one_line(run):
+    result = run("--prompt-ids", "1", "--draft-model", "~no-such-person/drafter")
+    assert result.exit_code == 1 and "found no directory ~no-such-person/drafter" in result.stderr
+    result = run("--prompt-ids", "1", MLX_SPEC_CACHE_DIR="~no-such-person/cache")
+    assert result.exit_code == 2 and result.stderr.startswith("environment variable MLX_SPEC_CACHE_DIR: found ")
+    assert "expected a folder below a home directory that exists" in result.stderr

@@ -64,6 +64,7 @@ def test_twin_of_the_kind(env):
         ("MLX_SPEC_DRAFT_BLOCK_SIZE", "65", "at most 64"),
         ("LLAMA_ARG_DRAFT_BLOCK_SIZE", "1000", "at most 64"),
         ("MLX_SPEC_PROBE", "perhaps", "on or off"),
+        ("MLX_SPEC_PROBE", "\udcff", "text that is UTF-8"),
         ("MLX_SPEC_LOG_LEVEL", "loud", "'debug'"),
         ("MLX_SPEC_TRACE", "hook", '"hooks"'),
     ],
@@ -74,7 +75,11 @@ def test_bad_values_name_the_variable_the_value_and_the_next_step(env, name, val
         settings.get_settings()
     error = caught.value
     assert error.exit_code == 2
-    assert name in error.what and value in str(error.found) and expected in str(error.expected)
+    assert (
+        name in error.what
+        and value.encode("ascii", "backslashreplace").decode() in str(error.found)
+        and expected in str(error.expected)
+    )
     assert name in error.next_step
 
 

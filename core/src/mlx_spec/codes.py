@@ -79,7 +79,7 @@ CODES = _table(
     ("U28", "A K/V group size that MLX does not have", "request", "state/quantised"),
     ("U30", "No target given, and no plugin that ships a demo pair", "request", "cli/options"),
     ("U31", "Several prompts where one is wanted", "request", "cli/generate"),
-    ("U33", "A prompt file that cannot be read", "request", "cli/generate"),
+    ("U33", "A prompt file, or standard input, that cannot be read", "request", "cli/generate"),
     ("U34", "Prompt ids that are no list of integers", "request", "cli/generate"),
     ("U35", "No prompt", "request", "cli/generate"),
     ("U40", "A probe of a pair that has no drafter in use", "request", "cli/probe"),

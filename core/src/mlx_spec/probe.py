@@ -271,7 +271,7 @@ def prove(pair: Pair, fresh: bool = False, tick: Callable[[str], None] = lambda 
     plan = pair.plan
     name = f"{pair.key}-L{plan.block_size}-{plan.exactness_asked}"
     if not fresh:
-        known = _recall(read_entry("exactness", name))
+        known = _recall(read_entry("exactness", name), pair.key, plan.block_size)
         if known is not None:
             return known
     call = get_manager().owner_call("spec_probe_exactness", pair.owner)
@@ -318,13 +318,46 @@ def _as_dict(report: ExactnessReport) -> dict[str, Any]:
     return out
 
 
-def _recall(data: Any) -> ExactnessReport | None:
+def _recall(data: Any, key: str, asked: int) -> ExactnessReport | None:
+    """The remembered report of this key and width; None when it is absent, damaged or another version's."""
     if not isinstance(data, dict):
         return None
     data = {**data, "source": "memo"}
     if data.get("min_top2_gap") is None:
         data["min_top2_gap"] = float("inf")
     try:
-        return ExactnessReport(**data)
+        report = ExactnessReport(**data)
     except TypeError:  # written by another version: probe again
         return None
+    return report if _sound(report) and (report.key, report.asked_width) == (key, asked) else None
+
+
+def _sound(report: ExactnessReport) -> bool:
+    """Whether every field of a report that was read from disk can be what a probe writes."""
+    if not isinstance(report.environment, dict) or not isinstance(report.widths, list):
+        return False
+    texts = (report.first_layer, report.reason, *report.environment, *report.environment.values())
+    return (
+        report.level in LEVELS
+        and _counts(report.width, report.asked_width, report.mismatches, report.rows)
+        and 1 <= report.width <= max(1, report.asked_width)
+        and _measures(report.max_abs_diff, report.min_top2_gap)
+        and all(isinstance(text, str) for text in texts)
+        and all(map(_sound_width, report.widths))
+    )
+
+
+def _sound_width(row: Any) -> bool:
+    if not isinstance(row, dict) or set(row) != {"width", "level", *_numbers(Tally())}:
+        return False
+    counts = (row["width"], row["rows"], row["unequal"], row["mismatches"])
+    return row["level"] in LEVELS and _counts(*counts) and _measures(row["max_abs_diff"], row["min_gap"])
+
+
+def _counts(*values: Any) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def _measures(*values: Any) -> bool:
+    """Numbers from 0 up; a gap that was never measured is infinite, and NaN is no number here."""
+    return all(type(value) in (int, float) and value >= 0 for value in values)

@@ -36,7 +36,7 @@ def resolve(name: str | Path, *, download: bool = True, root: Path | None = None
     """
     text = str(name)
     _refuse_bad_name(text)
-    path = _inside(text, root) if root is not None else Path(text).expanduser()
+    path = _inside(text, root) if root is not None else _at_home(text)
     if not _is_dir(path):
         path = _from_hub(text, path, download and root is None)
     return ModelRef(name=text, path=path, config=read_config(path) if config else {})
@@ -58,6 +58,14 @@ def _refuse_bad_name(text: str) -> None:
             next_step="Give the path without a scheme, or the hub id alone",
             code="U01",
         )
+
+
+def _at_home(text: str) -> Path:
+    """`text` as a path, a leading ~ replaced; it stays where nobody has such a home."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def _inside(text: str, root: Path) -> Path:

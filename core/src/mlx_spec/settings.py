@@ -155,8 +155,9 @@ def _expectation(problem: Any) -> str:
         "less_than_equal": f"at most {context.get('le')}",
         "literal_error": str(context.get("expected")),
         "value_error": str(context.get("error")),
+        "string_unicode": "text that is UTF-8",
     }
-    return words.get(problem["type"], str(problem["msg"]))
+    return words.get(problem["type"], str(problem["msg"]).removeprefix("Input should be "))
 
 
 def _variable(loc: Sequence[Any]) -> str:

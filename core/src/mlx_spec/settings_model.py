@@ -92,4 +92,7 @@ class Settings(BaseSettings):
     @field_validator("cache_dir")
     @classmethod
     def _expand(cls, value: Path) -> Path:
-        return value.expanduser()
+        try:
+            return value.expanduser()
+        except RuntimeError as error:
+            raise ValueError("a folder below a home directory that exists") from error

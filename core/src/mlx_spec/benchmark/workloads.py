@@ -6,9 +6,9 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 
 from ..errors import UsageError
+from ..promptfile import read_prompt_file, why_not
 
 NAMES = ("code", "chat", "json", "prose", "lookup")
 OWN = "file"  # name of the workload made of --prompt-file texts
@@ -57,9 +57,9 @@ def from_files(paths: Sequence[str]) -> Workload:
 
 def _read(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _refuse(path, str(error)) from error
+        text = read_prompt_file(path)
+    except (OSError, ValueError) as error:
+        raise _refuse(path, why_not(error)) from error
     if not text.strip():
         raise _refuse(path, "an empty file")
     return text

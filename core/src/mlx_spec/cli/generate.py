@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -103,19 +102,22 @@ def read_prompt(values: dict[str, Any], demo: bool) -> str | list[int]:
     if given == ["prompt_ids"]:
         return _parse_ids(values["prompt_ids"])
     if given == ["prompt_file"]:
-        return _read_file(values["prompt_file"])
-    return sys.stdin.read() if values["prompt"] == "-" else values["prompt"]
+        return _read_text(values["prompt_file"])
+    return _read_text(None) if values["prompt"] == "-" else values["prompt"]
 
 
-def _read_file(name: str) -> str:
+def _read_text(name: str | None) -> str:
+    """The prompt in a file, or on standard input when it has no name."""
+    from ..promptfile import read_prompt_file, read_standard_input, why_not
+
     try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
+        return read_standard_input() if name is None else read_prompt_file(name)
+    except (OSError, ValueError) as exc:
         raise UsageError(
-            f"--prompt-file {name}",
-            found=str(exc),
-            expected="a readable UTF-8 text file",
-            next_step="Check the path and the encoding",
+            "prompt on standard input" if name is None else f"--prompt-file {name}",
+            found=why_not(exc),
+            expected="readable UTF-8 text",
+            next_step="Check the encoding" if name is None else "Check the path and the encoding",
             code="U33",
         ) from exc
 
