@@ -279,6 +279,15 @@ def test_a_reader_that_takes_one_line_costs_no_message(unbuffered):
     assert done.stdout == "{\n" and done.stderr == ""
 
 
+def test_text_the_terminal_cannot_show_is_escaped(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kůň \ud800"}))
+    for encoding, shown in (("ascii", r"k\u016f\u0148 \ud800"), ("utf-8", r"kůň \ud800")):
+        env = {**os.environ, "PYTHONIOENCODING": encoding}
+        command = [sys.executable, "-m", "mlx_spec", "inspect", str(tmp_path)]
+        done = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", timeout=60, check=False)
+        assert done.returncode == 1 and shown in done.stdout and "internal error" not in done.stderr
+
+
 def test_log_level_reaches_the_logger(spec):
     quiet, loud = spec("plugins"), spec("plugins", MLX_SPEC_LOG_LEVEL="debug", MLX_SPEC_PLUGINS="ghost")
     assert quiet.stderr == "" and loud.returncode == 0

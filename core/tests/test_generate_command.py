@@ -297,6 +297,13 @@ def test_fields_of_a_memo_that_are_no_containers(run, tmp_path):
             assert "(probed)" in run(*args).stderr
 
 
+def test_a_probe_of_a_block_without_drafts_says_what_to_change(target):
+    pair = ["-m", str(target), "--draft-kind", "prompt-lookup", "--draft-block-size", "1"]
+    result = CliRunner().invoke(cli, ["probe", *pair])
+    assert result.exit_code == 2 and "(block size 1 turns drafting off)" in result.stderr
+    assert "Change the setting that turned it off." in result.stderr
+
+
 # -- homes nobody has ------------------------------------------------------------------------------------
 
 

@@ -287,6 +287,25 @@ def test_quantisation_that_does_not_agree(folder):
     assert codes(inspect(str(folder(quantization={"bits": 4, "group_size": 64})))) == [("C05", "warning")]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10**30},
+        {"num_hidden_layers": 10**12},
+        {"num_hidden_layers": -3},
+        {"hidden_size": None, "head_dim": ...},
+        {"hidden_size": 10**400, "head_dim": 10**400},
+        {"num_attention_heads": [4], "num_key_value_heads": "2", "head_dim": {}},
+        {"model_type": "\ud800"},
+    ],
+    ids=str,
+)
+def test_nonsense_in_config_is_reported_not_tripped_over(folder, change):
+    result = run(folder(**change))
+    assert result.exit_code == 1 and "error: " in result.stderr and "internal error" not in result.stderr
+    assert "path " in result.stdout
+
+
 def test_tokenizer_of_another_model(folder):
     report = inspect(str(folder(text=True, eos_token_id=[1, 300])))
     assert codes(report) == [("C06", "warning"), ("C07", "warning")] and report.end_ids == [1, 300]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .tensorfiles import TensorInfo
 
+_LAYERS, _LARGEST = 10_000, 1 << 32  # beyond these a config.json is damaged, and tells nothing
 _SCALE_BYTES = 4  # one scale and one bias of 2 bytes per quantised group
 
 
@@ -61,7 +62,11 @@ def kv_rows(config: Mapping[str, Any]) -> list[tuple[int, int | None]]:
     text = config.get("text_config")
     merged = {**config, **text} if isinstance(text, dict) else dict(config)
     layers = merged.get("num_hidden_layers")
-    if type(layers) is not int or not any(merged.get(key) for key in ("num_attention_heads", "kv_lora_rank")):
+    if (
+        type(layers) is not int
+        or not 0 < layers <= _LAYERS
+        or not any(merged.get(key) for key in ("num_attention_heads", "kv_lora_rank"))
+    ):
         return []  # no attention, no K/V
     kinds = _layer_kinds(merged, layers)
     shared = merged.get("num_kv_shared_layers")
@@ -97,7 +102,7 @@ def _row_elements(config: Mapping[str, Any], kind: str, layer: int) -> int:
         return rank + rope  # latent attention keeps one latent row and the shared rope key
     heads = _at(config.get("num_attention_heads"), layer, 1)
     kv_heads = _at(config.get("num_key_value_heads"), layer, heads)
-    width = _at(config.get("head_dim"), layer, int(config.get("hidden_size", 0)) // max(heads, 1))
+    width = _at(config.get("head_dim"), layer, _at(config.get("hidden_size"), layer, 0) // max(heads, 1))
     if kind == "full_attention":
         width = _at(config.get("global_head_dim"), layer, width)
         if config.get("attention_k_eq_v"):
@@ -109,7 +114,7 @@ def _at(value: Any, layer: int, default: int) -> int:
     """An integer, or the entry of a per-layer list."""
     if isinstance(value, list) and layer < len(value):
         value = value[layer]
-    return value if type(value) is int else default
+    return value if type(value) is int and 0 <= value <= _LARGEST else default
 
 
 def _element_bytes(index: Mapping[str, TensorInfo]) -> int:

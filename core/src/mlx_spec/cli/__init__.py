@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 refused or failed, 2 bad usage, 130 interrupted, 141 the r
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -181,6 +182,9 @@ def _need_streams() -> None:
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123
         raise _no_output("standard output closed")
+    # A model's files may hold what has no UTF-8, and a terminal may have another encoding: show it escaped.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _no_output(found: str) -> SpecError:

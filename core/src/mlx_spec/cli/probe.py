@@ -27,7 +27,9 @@ def command(memo: bool, as_json: bool, **values: Any) -> None:
             "probe",
             found=f"no drafter in use ({pair.plan.reason})",
             expected="a pair",
-            next_step="Pass --draft-model DIR or --draft-kind prompt-lookup",
+            next_step="Pass --draft-model DIR or --draft-kind prompt-lookup"
+            if pair.drafter is None
+            else "Change the setting that turned it off",
             code="U40",
         )
     with progress("probing") as steps:
