@@ -488,6 +488,14 @@ def test_end_ids_of_a_wrong_type(tmp_path, value):
         checkpoint.end_ids(tmp_path, {})
 
 
+@pytest.mark.parametrize("text", ["[]", "null", "3", "{"])
+def test_a_damaged_generation_config_is_named_when_loading(tmp_path, text):
+    write_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(LoadError, match=r"generation_config\.json in .*expected a JSON object"):
+        checkpoint.load_mlx_lm(ref(tmp_path))
+
+
 def test_fingerprint_changes_with_every_tensor_and_the_config(one, three):
     seen = {checkpoint.fingerprint(one), checkpoint.fingerprint(three)}
     for name in ("model__norm__weight", "lm_head__weight"):

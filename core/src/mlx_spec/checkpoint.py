@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 # Sizes every family spells alike. Keys that some families write as one value per layer also take a list.
+GENERATION = "generation_config.json"
 _POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
 _PER_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 _NUMBERS = ("rms_norm_eps", "layer_norm_eps", "rope_theta")
@@ -146,7 +147,7 @@ def end_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
     text = config.get("text_config")
     if isinstance(text, dict):
         found |= _ids(file, "text_config.eos_token_id", text.get("eos_token_id"))
-    generation = path / "generation_config.json"
+    generation = path / GENERATION
     if generation.exists():
         found |= _ids(generation, "eos_token_id", read_json(generation).get("eos_token_id"))
     return frozenset(found | _tokenizer_end_ids(path))
@@ -226,6 +227,8 @@ def load_mlx_lm(
             next_step="It looks like a drafter head: pass it as --draft-model and give the full model to -m",
             code="L05",
         )
+    if (ref.path / GENERATION).exists():
+        read_json(ref.path / GENERATION)  # names the file, where mlx-lm would trip over what it holds
     from mlx_lm import utils
 
     with _folder_for_mlx_lm(ref.path) as folder:
