@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import MODEL_REMAPPING
 from tinymodels import GEMMA3, LLAMA, MAMBA, SMALL_LLAMA, write_model, write_tokenizer
 
 from mlx_spec.checkpoint import read_config
 from mlx_spec.draft_state import DraftState
 from mlx_spec.full_model import CHUNK, FullModelDrafter
-from mlx_spec.full_model_checks import token_names, validate
+from mlx_spec.full_model_checks import RECURRENT, fixed_state, token_names, validate
 from mlx_spec.generic_target import GenericTarget
 from mlx_spec.lane import Lane
 from mlx_spec.types import DrafterCard, ModelRef
@@ -319,7 +321,38 @@ def test_a_cache_that_cannot_go_back(pair, tmp_path):
     mamba = write_model(tmp_path / "mamba", MAMBA)
     found = validate(ref(pair[0]), ref(mamba))
     state = next(f for f in found if f.code == "P23")
-    assert state.severity == "error" and "Cache" in state.found
+    assert state.severity == "error" and state.found == "model_type 'mamba', whose layers keep a state of fixed size"
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"model_type": "granitemoehybrid", "layer_types": ["attention"] * 3}, ""),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+            "layers of type mamba (model_type 'granitemoehybrid')",
+        ),
+        (
+            {"model_type": "qwen3_5", "text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+            "layers of type linear_attention (model_type 'qwen3_5')",
+        ),
+        ({"model_type": "gemma3", "layer_types": ["sliding_attention", "full_attention"]}, ""),
+        ({"model_type": "someone_elses", "layer_types": ["conv"]}, ""),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_layers_of_fixed_size_are_read_from_the_config(config, found):
+    assert fixed_state(config) == found
+
+
+def test_every_recurrent_module_of_mlx_lm_is_known():
+    folder = Path(mlx_lm.__file__).parent / "models"
+    text = {file.stem: file.read_text() for file in folder.glob("*.py") if file.stem != "cache"}
+    types = {name for name, code in text.items() if "ArraysCache(" in code}
+    for name, code in text.items():
+        if any(f"from .{other} import" in code or f"from . import {other}\n" in code for other in sorted(types)):
+            types.add(name)
+    assert types | {old for old, new in MODEL_REMAPPING.items() if new in types} == RECURRENT
 
 
 @pytest.mark.parametrize("model_type", ["gemma4_assistant", "qwen3_5_mtp"])

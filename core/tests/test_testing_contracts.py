@@ -11,7 +11,7 @@ from mlx_spec.full_model import FullModelDrafter
 from mlx_spec.lookup import PromptLookupDrafter
 from mlx_spec.models import Drafter, Target
 from mlx_spec.state import KVState, QuantisedKVState, QuantisedWindowState, State, WindowState
-from mlx_spec.testing import Attention, DrafterContract, StateContract, TargetContract
+from mlx_spec.testing import Attention, DrafterContract, Mutation, PairContract, StateContract, TargetContract
 
 PLAIN = {"batch", "sampling", "taps", "quantised_kv"}
 
@@ -52,6 +52,21 @@ class TestTheTargetDraftingForItself(DrafterContract):
     @pytest.fixture
     def drafter(self, target: Target) -> Drafter:
         return FullModelDrafter(target)
+
+
+class TestFullModelPair(PairContract):
+    """Any family may draft for any other; what counts is the vocabulary, and that its own files are sound."""
+
+    stranger = None
+    mutations = {
+        "model_type": Mutation("llama_other", ("llama_other",)),
+        "num_hidden_layers": Mutation(3, ("no tensors model.layers.2.",)),
+        "head_dim": Mutation(8, ("(16, 40)", "(32, 40)")),  # two heads of 8 and of 16
+        "vocab_size": Mutation(542, ("542",)),
+        "tie_word_embeddings": Mutation(False, ("no tensors lm_head.weight",)),
+        "max_position_embeddings": Mutation(256, ("256", "512"), severity="note"),
+    }
+    free = {"rms_norm_eps": "any value runs"}
 
 
 class TestPromptLookupDrafter(DrafterContract):

@@ -133,3 +133,17 @@ def test_misspelt_and_unreasoned_declarations_are_named(pair) -> None:
         Misspelt().test_declared_fields_exist(folders)
     with pytest.raises(ContractFault, match=r"no reason for \['layers'\]"):
         Silent().test_declared_fields_exist(folders)
+
+
+def test_a_stranger_is_asked_for_unless_none_is_named() -> None:
+    from mlx_spec.testing import DrafterContract
+    from mlx_spec.testing.plugin import _gives
+
+    class Anyone(Toy):
+        stranger = None
+
+    class Mine(DrafterContract):
+        pass
+
+    assert _gives(Toy, "stranger") and not _gives(Anyone, "stranger")
+    assert not _gives(Mine, "reference_draft") and not _gives(Mine, "least_acceptance")

@@ -53,7 +53,7 @@ def spec_validate_pair(target: ModelRef, drafter: ModelRef, card: DrafterCard) -
     """Findings about full-model drafters; other kinds belong to their plugins."""
     if card.kind != "full-model":
         return None
-    from .full_model import validate
+    from .full_model_checks import validate
 
     return validate(target, drafter)
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .draft_state import DraftState
-from .full_model_checks import validate
 from .models import Drafter, Target
 from .state.base import Mark
 from .types import Capabilities, Draft, DrafterCard
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
     from .lane import Lane
     from .state import StateGroup
-
-__all__ = ["FullModelDrafter", "validate"]
 
 log = logging.getLogger("mlx_spec.round")
 KIND = "full-model"

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from .errors import Finding, SpecError
 from .types import ModelRef
 
 COMPLETE = "Use a small complete model of the same family and tokenizer"
+RECURRENT = frozenset({
+    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1", "falcon_mamba", "gear",
+    "granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe", "longcat_flash_ngram",
+    "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2", "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe",
+    "qwen3_next", "recurrent_gemma", "rwkv7",
+})  # fmt: skip
+"""model_types whose modules in mlx-lm ask for a cache of fixed size (its ArraysCache)."""
+
+ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
+"""Values of layer_types that keep K/V."""
+
 MISMATCH_SHARE = 0.01  # of compared ids: reserved names that differ are common, another vocabulary is not
 
 
@@ -38,7 +48,8 @@ def _other_kind(drafter: ModelRef) -> Iterator[Finding]:
         if identity.kind != "target":
             reason = f"another kind of directory ({identity.reason})"
         elif not carries_embedding(drafter.config, tensor_index(drafter.path)):
-            reason = "a head without its own token embedding"
+            rows = vocab_size(drafter.config)
+            reason = f"a head without its own token embedding (no tensor has {rows} rows, one per token)"
         else:
             return
     except SpecError as error:
@@ -142,31 +153,28 @@ def token_names(path: Path) -> dict[int, str] | None:
 
 
 def _rollback(drafter: ModelRef) -> Iterator[Finding]:
-    """Whether its caches can go back: the module is built without weights and asked for its caches."""
+    """Whether its layers can go back, as far as config.json shows it; the loader has the last word."""
     from .plugins import get_manager
 
     if get_manager().registry.target_owner(drafter.model_type) is not None:
         return  # that plugin brings states that can
-    module = _unloaded_module(drafter.config)
-    if module is None:
-        return
-    from .state import from_mlx_lm
-
-    try:
-        from_mlx_lm(module)
-    except SpecError as error:
-        yield Finding("P23", "error", f"state of {_subject(drafter)}", str(error.found), str(error.expected), COMPLETE)
+    found = fixed_state(drafter.config)
+    if found:
+        expected = "attention in every layer, whose K/V can be rolled back"
+        yield Finding("P23", "error", f"state of {_subject(drafter)}", found, expected, COMPLETE)
 
 
-def _unloaded_module(config: Mapping[str, object]) -> Any:
-    """mlx-lm's module for a config, its parameters never computed; None when it cannot be built."""
-    from mlx_lm.utils import _get_classes
-
-    try:
-        model_class, args_class = _get_classes(dict(config))
-        return model_class(args_class.from_dict(dict(config)))
-    except Exception:  # whatever a module's code raises: the loader meets it again and names it
-        return None
+def fixed_state(config: Mapping[str, object]) -> str:
+    """Which layers keep a state of fixed size, in words; "" when config.json shows none."""
+    model_type = config.get("model_type")
+    if model_type not in RECURRENT:
+        return ""
+    text = config.get("text_config")
+    kinds = (text if isinstance(text, Mapping) else config).get("layer_types")
+    if not isinstance(kinds, list) or not kinds:
+        return f"model_type {model_type!r}, whose layers keep a state of fixed size"
+    fixed = sorted({str(kind) for kind in kinds} - ATTENTION)  # some of these types also come without any
+    return f"layers of type {', '.join(fixed)} (model_type {model_type!r})" if fixed else ""
 
 
 def _context(target: ModelRef, drafter: ModelRef) -> Iterator[Finding]:

@@ -108,9 +108,10 @@ def _missing(cls: type[Contract], item: pytest.Item) -> str:
 
 
 def _gives(cls: type, name: str) -> bool:
-    """Whether the author's class brings its own fixture or value of that name."""
+    """Whether the class has a value of that name, or its author a fixture; None is neither."""
     owner = next((base for base in cls.__mro__ if name in vars(base)), None)
-    return owner is not None and not is_contract(owner)
+    value = vars(owner)[name] if owner is not None else None
+    return owner is not None and value is not None and (isinstance(value, str) or not is_contract(owner))
 
 
 def _label(cls: type) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from ...errors import PairError, SpecError
 from ..faults import broken, require
-from .base import Contract, loaded_target, tiny_folders
+from .base import Contract, loaded_target, needs_given, tiny_folders
 
 if TYPE_CHECKING:
     from ...errors import Finding
@@ -44,7 +44,7 @@ class Mutation:
     Attributes:
         value: what is written instead.
         names: what the message must hold; default: the wrong value and the right one.
-        severity: "error" refuses the pair, "warning" only says so.
+        severity: "error" refuses the pair, "warning" and "note" only say so.
     """
 
     value: Any
@@ -60,12 +60,12 @@ class PairContract(Contract):
     Attributes:
         mutations: dotted field -> Mutation or wrong value, where the kit's own choice does not serve.
         free: dotted field -> why any value of it is right; a trailing ".*" covers a section.
-        stranger: family whose targets the drafter must refuse.
+        stranger: family whose targets the drafter must refuse; None for a drafter that serves every family.
     """
 
     mutations: ClassVar[Mapping[str, Any]] = {}
     free: ClassVar[Mapping[str, str]] = {}
-    stranger: ClassVar[str] = "llama"
+    stranger: ClassVar[str | None] = "llama"
     capabilities: ClassVar[frozenset[str] | set[str] | None] = frozenset()
 
     def test_a_sound_pair_has_no_errors(self, folders: TinyPair) -> None:
@@ -152,11 +152,12 @@ class PairContract(Contract):
             look="`free` of your class",
         )
 
+    @needs_given("stranger", "whether targets it was not made for are refused")
     def test_a_target_of_another_family_is_refused(
         self, folders: TinyPair, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         """The drafter with a target it was not made for: refused before or while loading, by both names."""
-        stranger = tiny_folders(tmp_path_factory, self.stranger, {}, 5).target
+        stranger = tiny_folders(tmp_path_factory, str(self.stranger), {}, 5).target
         _, drafter = both(folders)
         fault = refusal_fault(stranger, drafter, "model_type of the target", "", Mutation("", (model_type(stranger),)))
         require(
