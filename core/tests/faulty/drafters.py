@@ -223,12 +223,51 @@ class ForgetsStart(PromptLookupDrafter):
         return Draft((draft.tokens + chunk % 2) % lane.target.vocab_size, draft.counts)
 
 
-class TestMiscountsPromptChunks(DrafterContract):
+class LookingUp(DrafterContract):
+    """A drafter by lookup, changed by `kind`."""
+
     capabilities = {"batch", "sampling"}
+    kind: type[PromptLookupDrafter] = PromptLookupDrafter
 
     @pytest.fixture
     def drafter(self):
-        return ForgetsStart()
+        return type(self).kind()
+
+
+class TestMiscountsPromptChunks(LookingUp):
+    kind = ForgetsStart
+
+
+class TestIndexesItsOwnRejectedDrafts(LookingUp):
+    class kind(PromptLookupDrafter):
+        """Takes what it drafted for text that will stand."""
+
+        def propose(self, lane, budget):
+            draft = super().propose(lane, budget)
+            for row, ids, count in zip(lane.draft_state.rows, draft.tokens.tolist(), draft.counts, strict=True):
+                row.index.extend([*row.index.tokens, *ids[:count]])
+            return draft
+
+
+class TestDraftsAsManyForEveryRow(LookingUp):
+    class kind(PromptLookupDrafter):
+        """Takes the largest budget of the lane for everybody's."""
+
+        def propose(self, lane, budget):
+            return super().propose(lane, [max(budget)] * lane.size)
+
+
+class TestLooksItUpInAnotherRow(LookingUp):
+    class kind(PromptLookupDrafter):
+        """Matches a row's own text and copies from the first row's."""
+
+        def propose(self, lane, budget):
+            draft = super().propose(lane, budget)
+            first = lane.tokens[0]
+            copied = [[first[-1 - i % len(first)] for i in range(draft.tokens.shape[1])] for _ in lane.tokens]
+            own = draft.tokens.tolist()
+            tokens = mx.array([own[0], *copied[1:]], dtype=mx.int32).reshape(draft.tokens.shape)
+            return Draft(tokens, draft.counts)
 
 
 # -- acceptance only: found because something is promised -----------------------------------------------------

@@ -12,10 +12,11 @@ from ..advance import bind_hooks
 from ..laws import fit_width
 from ..sampling import Sampling
 from ..shaping import shape_logprobs
+from .compare import same_reply
 from .faults import broken, require
 from .rig import Rig, Run, Setup
 from .statistics import Draws
-from .traces import drafted, shown
+from .traces import by_history, drafted, parting, shown
 from .watch import Proposal, Steer, same_bytes, watched_propose
 
 if TYPE_CHECKING:
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
 SAMPLED = Sampling(temperature=0.7, acceptance="rejection")
 CONFIDENT = SAMPLED.replace(temperature=0.2)  # its best token has most of the mass
-REQUESTS, REPLY = 48, 18  # sampled requests and their length: 864 tokens of the target, about as many drafted
+REQUESTS, REPLY = 36, 18  # sampled requests and their length: 648 tokens of the target, about as many drafted
+BACK = "prime, propose and rollback: they must count committed positions alike (the anchor is not one of them)"
+ROWS = "propose: row b has its own lane.tokens[b], lengths, positions, masks and state; DraftState.merge and select"
+STATE = "DraftState: everything a request owns lives there, never on the drafter object"
 LAWS = "propose: what lane.draw returns, stacked over steps, goes into Draft.probs, each step at its own index"
 RAISED = "propose at that line, and what prime and rollback left for it"
 FORM = "the Draft that propose returns: tokens (B, K) int32, counts of 0..budget[b] per row, probs (B, K, V) or None"
@@ -112,6 +116,48 @@ def fresh_proposal(
     return seen
 
 
+def as_afresh(rig: Rig, run: Run, setup: Setup, what: str, look: str = BACK, steer: Steer | None = None) -> int:
+    """Every draft of a run is what a new request with its tokens gets; number of tokens compared."""
+    compared = 0
+    for seen in run.proposals:
+        fresh = fresh_proposal(rig, seen.histories[0], seen.budget, setup, steer)
+        where = parting(seen, 0, fresh, 0)
+        require(
+            not where,
+            f"draft {what}, {shown(seen.histories[0])}",
+            found=where,
+            expected="the draft of a fresh request with these tokens as its prompt",
+            look=look,
+        )
+        compared += min(len(seen.ids(0)), len(fresh.ids(0)))
+    return compared
+
+
+def as_alone(
+    rig: Rig, prompts: Sequence[Sequence[int]], counts: Sequence[int], setup: Setup, steer: Steer | None = None
+) -> int:
+    """Rows of a lane draft, and reply, as each does alone; number of tokens compared."""
+    drafter, compared = the(rig), 0
+    together = rig.run(drafter, prompts, counts, setup, steer=steer)
+    well_formed(rig, together)
+    known = by_history(together.proposals)
+    for prompt, count, reply in zip(prompts, counts, together.tokens, strict=True):
+        alone = rig.run(drafter, [prompt], count, Setup(setup.block_size), steer=steer)
+        same_reply(reply, alone.tokens[0], f"reply in company, prompt of {len(prompt)} tokens", STATE)
+        for seen in alone.proposals:
+            other, row = known.get(tuple(seen.histories[0]), (seen, 0))
+            where = parting(other, row, seen, 0)
+            require(
+                not where,
+                f"draft of row {row} in a lane of {len(other.histories)} after {shown(seen.histories[0])}",
+                found=where,
+                expected="the draft of the row alone",
+                look=ROWS,
+            )
+            compared += 0 if other is seen else len(seen.ids(0))
+    return compared
+
+
 def picking(vocab_size: int, unlikely: int | None = None) -> DrawFn:
     """A draw under `rejection` that takes the likeliest token, at step `unlikely` the least likely one."""
 
@@ -128,9 +174,14 @@ def picking(vocab_size: int, unlikely: int | None = None) -> DrawFn:
 
 
 def sampled_prompts(rig: Rig, seed: int) -> list[list[int]]:
-    """Prompts of the sampled requests; every third repeats itself."""
-    out = [rig.prompt(4 + i % 9, 1000 * seed + i) for i in range(REQUESTS)]
-    return [p * 2 if i % 3 == 0 else p for i, p in enumerate(out)]
+    """Prompts of the sampled requests: random ones, some twice over, and some over a few ids."""
+    return [_sampled_prompt(rig, seed, i) for i in range(REQUESTS)]
+
+
+def _sampled_prompt(rig: Rig, seed: int, i: int) -> list[int]:
+    if i % 3 == 2:
+        return rig.babble(12 + i % 5, seed, i)
+    return rig.prompt(4 + i % 9, 1000 * seed + i) * (2 if i % 3 else 1)
 
 
 @lru_cache(maxsize=4)
@@ -165,8 +216,14 @@ def emitted_draws(rig: Rig, prompts: Sequence[Sequence[int]], run: Run) -> Draws
     return draws
 
 
-def laws_as_drawn(rig: Rig, seen: Proposal) -> None:
-    """probs repeats, step by step, the law lane.draw answered with, and tokens its tokens."""
+def laws_as_drawn(rig: Rig, run: Run) -> None:
+    """Drafts are well formed; step by step, tokens and probs are what lane.draw answered with."""
+    well_formed(rig, run)
+    for seen in run.proposals:
+        _as_drawn(rig, seen)
+
+
+def _as_drawn(rig: Rig, seen: Proposal) -> None:
     draft = seen.draft
     if draft is None or not seen.draws:
         return

@@ -31,6 +31,7 @@ GREEDY = Sampling()
 LENGTHS = (1, 2, 5, 12)  # prompt tokens; past-the-window lengths come on top
 KV_GROUP = 32  # the smallest group MLX quantises K/V by
 CHUNK = 2048
+FEW, TEXTS = 3, 257  # ids of a babbling target's replies, and how many laws it has for the next of them
 
 
 @dataclass(slots=True)
@@ -71,6 +72,7 @@ class Rig:
     windows: tuple[int, ...] = ()
     ids: list[int] = field(default_factory=list)
     _plain: dict[Any, list[int]] = field(default_factory=dict)
+    _babbling: dict[int, Rig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         states = self.target.make_states()
@@ -157,6 +159,27 @@ class Rig:
             self._plain[key] = self.run(None, [prompt], count, alone, sampling).tokens[0]
         return self._plain[key]
 
+    def babbling(self, seed: int) -> Rig:
+        """The same bench with a target whose replies are random text over a few ids.
+
+        A tiny random model hardly ever repeats itself; here the same few tokens in a row come back all the time,
+        followed by this and by that, so that a drafter that looks things up drafts, rightly and wrongly.
+        """
+        known = self._babbling.get(seed)
+        if known is None:
+            known = self._babbling[seed] = Rig(_Babbling(self.target, self.few(seed), seed), self.drafter)  # type: ignore[arg-type]
+        return known
+
+    def few(self, seed: int) -> list[int]:
+        """The ids of a babbling target's replies."""
+        return random.Random(seed).sample(self.ids, min(FEW, len(self.ids)))
+
+    def babble(self, length: int, seed: int, salt: int = 0) -> list[int]:
+        """`length` of those ids: a prompt for that target."""
+        rng = random.Random(f"{seed}/{length}/{salt}")
+        few = self.few(seed)
+        return [rng.choice(few) for _ in range(length)]
+
     def table(self, prompts: Iterable[Sequence[int]], count: int, **options: Any) -> dict[tuple[int, ...], list[int]]:
         """Prompt -> plain reply, as the scripted drafters want it."""
         return {tuple(p): self.plain(p, count, **options) for p in prompts}
@@ -183,14 +206,34 @@ class Rig:
         return Drawer([RowPlan(GREEDY, 0, n + 1) for n in lane.lengths], self.target.vocab_size)
 
 
-class _Spoilt:
-    """A target whose taps are not its own."""
+class _Wrapped:
+    """A target, for what a subclass does not change."""
 
     def __init__(self, target: Target):
         self._target = target
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
+
+
+class _Babbling(_Wrapped):
+    """Says random text over `ids`: the logits of a row depend on its token and position alone."""
+
+    def __init__(self, target: Target, ids: Sequence[int], seed: int):
+        super().__init__(target)
+        likely = mx.random.normal((TEXTS, len(ids)), key=mx.random.key(seed)) * 1.5
+        self._table = mx.full((TEXTS, target.vocab_size), -30.0)
+        self._table[:, mx.array(list(ids))] = likely
+
+    def forward(self, tokens: mx.array, states: StateGroup, taps: Sequence[str] = ()) -> Verification:
+        """The target's forward, for its state and taps, with other logits."""
+        positions = mx.array(states.lengths)[:, None] + mx.arange(tokens.shape[1])
+        seen = self._target.forward(tokens, states, taps)
+        return Verification(self._table[(positions + 31 * tokens) % TEXTS].astype(seen.logits.dtype), seen.taps)
+
+
+class _Spoilt(_Wrapped):
+    """A target whose taps are not its own."""
 
     def forward(self, tokens: mx.array, states: StateGroup, taps: Sequence[str] = ()) -> Verification:
         """The target's forward with every tap negated."""
