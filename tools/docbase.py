@@ -40,9 +40,14 @@ def packages() -> dict[str, Path]:
 
 
 def records() -> list[Any]:
+    """Core's and this repository's plugins, each loaded; the pages speak of all of them."""
     from mlx_spec.plugins import get_manager
 
-    return get_manager().records
+    found = get_manager().records
+    for record in found:
+        if record.errors:
+            raise SystemExit(f"docs: {record.errors[0]}")
+    return found
 
 
 # -- Markdown ------------------------------------------------------------------------------------------

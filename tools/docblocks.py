@@ -261,7 +261,7 @@ def api(name: str) -> str:
 def _class(cls: type, name: str) -> str:
     parts = [prose(_own_doc(cls))]
     rows = [
-        (f"`{n}{_arguments(v)}`", (inspect.getdoc(v) or "").partition("\n")[0])
+        (f"`{n}{_arguments(v)}`", " ".join((inspect.getdoc(v) or "").split()))
         for n, v in ((n, inspect.getattr_static(cls, n)) for n in vars(cls) if not n.startswith("_"))
         if isinstance(v, property | classmethod | staticmethod) or inspect.isfunction(v)
     ]

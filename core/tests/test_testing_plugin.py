@@ -272,6 +272,14 @@ PLUGINS = {
         "test_its_families_write_tiny_checkpoints",
         "tiny mine with seeds 3 and 4: found the same bytes",
     ),
+    "careless": (
+        HOOK
+        + "@hookimpl\ndef spec_register(register):\n    register.target('mine')\n    register.tiny('mine', 'careless:write')\n"
+        + "def write(out, seed, **options):\n    out.mkdir(parents=True)\n"
+        + '    (out / \'config.json\').write_text(\'{"model_type": "mine", "n": %d}\' % seed)\n    return out, None\n',
+        "test_its_families_write_tiny_checkpoints",
+        "tiny mine with an option no_such_option: found it written all the same",
+    ),
     "newer": (
         HOOK + "MLX_SPEC_API = (0, 99)\n",
         "test_it_loads_with_only_core_installed",

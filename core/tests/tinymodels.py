@@ -22,46 +22,15 @@ __all__ = [
     "write_weights",
 ]
 
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "intermediate_size": 80,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 131,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "eos_token_id": 1,
-}
-SMALL_LLAMA = LLAMA | {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "intermediate_size": 56,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 97,
-    "tie_word_embeddings": True,
-}
+# The kit's sizes with a head of 16, which MLX cannot quantise K/V of in groups of 32, and other vocabularies.
+LLAMA = {**kit.LLAMA, "head_dim": 16, "vocab_size": 131}
+SMALL_LLAMA = {**kit.SMALL_LLAMA, "hidden_size": 32, "vocab_size": 97}
 GEMMA3 = {
-    "model_type": "gemma3_text",
-    "architectures": ["Gemma3ForCausalLM"],
-    "hidden_size": 40,
-    "num_hidden_layers": 5,
-    "intermediate_size": 72,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **kit.GEMMA3,
     "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 113,
-    "sliding_window": 8,
-    "sliding_window_pattern": 3,
     "query_pre_attn_scalar": 16,
+    "vocab_size": 113,
     "max_position_embeddings": 256,
-    "eos_token_id": [1, 5],
 }
 MAMBA = {
     "model_type": "mamba",

@@ -48,3 +48,5 @@ def test_unknown_variants_are_refused_by_name(tmp_path: Path) -> None:
         write_tiny(tmp_path, "X")
     with pytest.raises(UsageError, match="a multiple of 16"):
         write_tiny(tmp_path, "E", vocab_size=300)
+    with pytest.raises(UsageError, match=r"--set hiden_size: found an unknown key, expected one of .*variant"):
+        write_tiny(tmp_path, "E", hiden_size=300)

@@ -32,7 +32,9 @@ _EXPORTS = {
     "TinyPair": "writers",
     "families": "writers",
     "write_tiny": "writers",
+    "check_options": "tiny",
     "write_model": "tiny",
+    "write_weights": "tiny",
     "write_byte_tokenizer": "tokenizer",
 }
 
@@ -50,11 +52,13 @@ __all__ = [
     "StateContract",
     "TargetContract",
     "TinyPair",
+    "check_options",
     "expected_failure",
     "families",
     "write_byte_tokenizer",
     "write_model",
     "write_tiny",
+    "write_weights",
 ]
 
 if TYPE_CHECKING:
@@ -69,7 +73,7 @@ if TYPE_CHECKING:
     from .drafters import BrokenDrafter, ScriptedDrafter
     from .faults import ContractFault
     from .feed import Attention
-    from .tiny import write_model
+    from .tiny import check_options, write_model, write_weights
     from .tokenizer import write_byte_tokenizer
     from .writers import TinyPair, families, write_tiny
 

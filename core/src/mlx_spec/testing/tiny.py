@@ -7,7 +7,7 @@ offers its own with `register.tiny`. `write_model` writes any model_type that ml
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,7 @@ def write_gemma3(out: str | Path, seed: int = 0, **options: Any) -> tuple[Path, 
 def _write_pair(
     out: Path, target: Mapping[str, Any], drafter: Mapping[str, Any], seed: int, options: Mapping[str, Any]
 ) -> tuple[Path, Path]:
-    wrong = [key for key in options if key not in target]
-    if wrong:
-        raise UsageError(
-            f"--set {wrong[0]}",
-            found="an unknown key",
-            expected=f"one of {', '.join(sorted(target))}",
-            next_step="Correct the key",
-            code="U90",
-        )
+    check_options(options, target)
     whole = {**target, **options}
     shared = ("vocab_size", "max_position_embeddings", "sliding_window", "bos_token_id", "eos_token_id")
     small = {**drafter, **{key: options[key] for key in shared if key in options}}
@@ -104,6 +96,20 @@ def _write_pair(
         path = write_model(out / name, config, seed=2 * seed + salt, shards=2)
         folders.append(write_byte_tokenizer(path, config["vocab_size"]))
     return folders[0], folders[1]
+
+
+def check_options(options: Iterable[str], known: Iterable[str]) -> None:
+    """For writers of tiny checkpoints: UsageError for an option that is none of `known`."""
+    known = sorted(known)
+    wrong = [key for key in options if key not in known]
+    if wrong:
+        raise UsageError(
+            f"--set {wrong[0]}",
+            found="an unknown key",
+            expected=f"one of {', '.join(known)}",
+            next_step="Correct the key",
+            code="U90",
+        )
 
 
 def write_model(path: Path, config: Mapping[str, Any], *, shards: int = 1, seed: int = 3) -> Path:
@@ -127,19 +133,22 @@ def write_model(path: Path, config: Mapping[str, Any], *, shards: int = 1, seed:
     return path
 
 
-def write_weights(path: Path, weights: Mapping[str, Any], shards: int = 1) -> None:
-    """Save tensors as model.safetensors, or as numbered shards with model.safetensors.index.json."""
+def write_weights(path: Path, weights: Mapping[str, Any], shards: int = 1, layout: str = "mlx") -> None:
+    """Save tensors as model.safetensors, or as numbered shards with model.safetensors.index.json.
+
+    layout: what the files say their names and axes follow: "mlx" for mlx-lm's modules, "pt" as published.
+    """
     import mlx.core as mx
 
     if shards == 1:
-        mx.save_safetensors(str(path / "model.safetensors"), dict(weights), metadata={"format": "mlx"})
+        mx.save_safetensors(str(path / "model.safetensors"), dict(weights), metadata={"format": layout})
         return
     names = sorted(weights)
     parts = [names[i::shards] for i in range(shards)]
     weight_map: dict[str, str] = {}
     for i, part in enumerate(parts):
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
-        mx.save_safetensors(str(path / file), {n: weights[n] for n in part}, metadata={"format": "mlx"})
+        mx.save_safetensors(str(path / file), {n: weights[n] for n in part}, metadata={"format": layout})
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -6,7 +6,6 @@ from mlx_spec.codes import Code
 
 CODES = (
     Code("MM01", "A head loaded for a target that is no MiMo", "choose", ("drafter",)),
-    Code("MM02", "A tiny checkpoint with an option that does not exist", "request", ("tiny",)),
     Code("MM10", "A MiMo head for a target of another family", "choose", ("validate",)),
     Code("MM11", "A head of a MiMo of another shape than the target", "choose", ("validate",)),
     Code("MM12", "Head tensors that are missing or unexpected", "files", ("validate",)),

@@ -12,8 +12,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.mimo import Model, ModelArgs
 
-from mlx_spec import UsageError
-from mlx_spec.testing import write_byte_tokenizer
+from mlx_spec.testing import check_options, write_byte_tokenizer, write_weights
 
 from .head import MimoHead
 from .validate import PREFIX
@@ -51,15 +50,7 @@ def write_tiny(
         bits: 4 or 8 for matrices packed in groups of 32, None for float32.
         config: keys of config.json to override.
     """
-    wrong = [key for key in config if key not in CONFIG]
-    if wrong:
-        raise UsageError(
-            f"--set {wrong[0]}",
-            found="an unknown key",
-            expected=f"head, bits or one of {', '.join(CONFIG)}",
-            next_step="Correct the key",
-            code="MM02",
-        )
+    check_options(config, {*CONFIG, "head", "bits"})
     values = {**CONFIG, **config}
     path = Path(out) / "target"
     path.mkdir(parents=True, exist_ok=True)
@@ -67,16 +58,7 @@ def write_tiny(
     if bits is not None:
         values["quantization"] = {"group_size": 32, "bits": bits}
     (path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    names = sorted(weights)
-    weight_map: dict[str, str] = {}
-    for part in range(PARTS):
-        file = f"model-{part + 1:05d}-of-{PARTS:05d}.safetensors"
-        mx.save_safetensors(
-            str(path / file), {name: weights[name] for name in names[part::PARTS]}, metadata={"format": "pt"}
-        )
-        weight_map |= dict.fromkeys(names[part::PARTS], file)
-    index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_weights(path, weights, shards=PARTS, layout="pt")
     write_byte_tokenizer(path, values["vocab_size"])
     return path, path
 

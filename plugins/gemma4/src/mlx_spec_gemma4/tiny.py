@@ -17,10 +17,14 @@ from typing import Any
 import numpy as np
 
 from mlx_spec.errors import UsageError
+from mlx_spec.testing import check_options
 
 from .config import DEFAULT_ROPE
 from .tiny_files import write_checkpoint
 from .tiny_tokenizer import SPECIALS, write_tokenizer
+
+OPTIONS = ("variant", "ordered", "tied", "quantise", "dtype", "vocab_size", "vocab_size_per_layer_input")
+"""What may be set besides the keys of a text configuration."""
 
 S, F = "sliding_attention", "full_attention"
 
@@ -129,6 +133,7 @@ def write_tiny(
             code="GM06",
         )
     shape = VARIANTS[variant]
+    check_options(text, {*_COMMON, *shape.text, *OPTIONS})
     rng = np.random.default_rng(seed)
     config = {**_COMMON, **shape.text, "vocab_size": vocab_size, "vocab_size_per_layer_input": vocab_size, **text}
     config["rope_parameters"] = {kind: dict(rope) for kind, rope in DEFAULT_ROPE.items()}

@@ -10,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_spec.testing import write_weights
+
 GROUP = 32
 """Quantisation group; matrices whose width is no multiple of it stay as they are."""
 ROUTER = {"group_size": 64, "bits": 8}
@@ -35,7 +37,7 @@ def write_checkpoint(
     ends = {key: text[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(path / "config.json", out)
     _write_json(path / "generation_config.json", {**ends, "do_sample": False})
-    _write_shards(path, arrays, shards)
+    write_weights(path, arrays, shards, layout="pt" if quantise is None else "mlx")
     return path
 
 
@@ -75,19 +77,6 @@ def _mlx_names(arrays: Mapping[str, mx.array]) -> Iterable[tuple[str, mx.array]]
             yield name.removesuffix("down_proj") + "switch_glu.down_proj.weight", value
         else:
             yield name, value
-
-
-def _write_shards(path: Path, arrays: Mapping[str, mx.array], shards: int) -> None:
-    names = list(arrays)
-    per_shard = -(-len(names) // shards)
-    weight_map: dict[str, str] = {}
-    for number in range(shards):
-        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: arrays[name] for name in names[number * per_shard : (number + 1) * per_shard]}
-        mx.save_safetensors(str(path / file), part, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    size = sum(array.nbytes for array in arrays.values())
-    _write_json(path / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

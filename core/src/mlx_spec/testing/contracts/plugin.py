@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
+from ...errors import SpecError
 from ..faults import broken, require
 from .base import Contract, needs_given
 
@@ -168,7 +169,7 @@ class PluginContract(Contract):
             )
 
     def test_its_families_write_tiny_checkpoints(self, record: PluginRecord, tmp_path: Path) -> None:
-        """Who claims model_types registers a writer; the same seed gives the same files, another one others."""
+        """Who claims model_types registers a writer: its seed decides the files, unknown options are refused."""
         claims = record.claims
         if claims is None or not (claims.targets or any(c.model_types for c in claims.drafters)):
             return
@@ -201,6 +202,16 @@ def check_writer(family: str, place: str, claims: Register, out: Path) -> None:
         found=repr(config.get("model_type")),
         expected=f"one that the plugin claims: {', '.join(claims.targets)}",
         look=f"{place}, or register.target in spec_register",
+    )
+    try:
+        writer(out / "unknown", seed=3, no_such_option=1)
+    except (TypeError, SpecError):
+        return
+    broken(
+        f"tiny {family} with an option no_such_option",
+        found="it written all the same",
+        expected="a refusal: a misspelt --set must not go unnoticed",
+        look=f"{place}: mlx_spec.testing.check_options(options, those it reads)",
     )
 
 
