@@ -3,13 +3,49 @@
 #include <nanobind/stl/string.h>
 
 #include <atomic>
+#include <chrono>
+#include <vector>
 
+#include "attention.h"
 #include "linear.h"
 #include "mlx/version.h"
 #include "pool.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+
+namespace {
+
+// Seconds of one run of `task` on every thread, the best of several.
+template <class F>
+double best_seconds(F&& task) {
+  double best = 1e9;
+  for (int i = 0; i < 7; i++) {
+    auto start = std::chrono::steady_clock::now();
+    spec::parallel_for(spec::threads() * 8, task);
+    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  return best;
+}
+
+// Bytes a second read from memory by all threads, over `mib` mebibytes.
+double read_rate(int mib) {
+  std::vector<float> data(size_t(mib) << 18, 1.0f);
+  const int64_t pieces = spec::threads() * 8, step = int64_t(data.size()) / pieces;
+  std::vector<float> sums(static_cast<size_t>(pieces));
+  const double seconds = best_seconds([&](int64_t i) { sums[size_t(i)] = spec::kernels().read(&data[size_t(i * step)], step); });
+  return double(step * pieces * 4) / seconds;
+}
+
+// Multiply-adds a second by all threads.
+double multiply_add_rate() {
+  const int64_t rounds = 400'000, pieces = spec::threads() * 8;
+  std::vector<float> sums(static_cast<size_t>(pieces));
+  const double seconds = best_seconds([&](int64_t i) { sums[size_t(i)] = spec::kernels().multiply_add(rounds); });
+  return double(rounds * pieces) * spec::kernels().multiply_adds_a_round / seconds;
+}
+
+}  // namespace
 
 NB_MODULE(_native, m) {
   nb::module_::import_("mlx.core");  // registers the array type
@@ -39,6 +75,15 @@ NB_MODULE(_native, m) {
         return spec::rms_norm(x, weight, eps, {});
       },
       "x"_a, "weight"_a.none(), "eps"_a);
+  m.def(
+      "attention",
+      [](const mlx::core::array& q, const mlx::core::array& k, const mlx::core::array& v, float scale,
+         const std::optional<mlx::core::array>& mask, bool causal) {
+        return spec::attention(q, k, v, scale, mask, causal, {});
+      },
+      "queries"_a, "keys"_a, "values"_a, "scale"_a, "mask"_a = nb::none(), "causal"_a = false);
+  m.def("read_rate", &read_rate, "mib"_a = 256, nb::call_guard<nb::gil_scoped_release>());
+  m.def("multiply_add_rate", &multiply_add_rate, nb::call_guard<nb::gil_scoped_release>());
   m.def("threads", &spec::threads);
   m.def("set_threads", &spec::set_threads, "count"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("usable_cores", &spec::usable_cores);

@@ -38,6 +38,24 @@ struct Product {
   float* scratch;  // `scratch_floats` of them, of the calling thread
 };
 
+// Up to ATTENTION_ROWS queries that read the same keys and values. Key t is `keys + t * key_stride` elements on.
+constexpr int ATTENTION_ROWS = 4;
+enum class Mask : int { none, flags, f32, f16, bf16 };
+
+struct Attention {
+  int rows;
+  const void* q[ATTENTION_ROWS];
+  void* y[ATTENTION_ROWS];
+  int64_t visible[ATTENTION_ROWS];  // keys from the first on that the row may see; a mask hides more of them
+  const void* mask[ATTENTION_ROWS];
+  Mask mask_kind;
+  int64_t mask_stride, q_stride, count, key_stride, value_stride, D, value_D;
+  const void *keys, *values;
+  Type q_type, type, y_type;  // `type` of keys and values
+  float scale;
+  float* scratch;
+};
+
 struct Kernels {
   const char* name;
   // Floats of scratch one call of `product` needs.
@@ -54,6 +72,12 @@ struct Kernels {
   // rms_norm of one row: x * rsqrt(mean(x^2) + eps) * weight, weight null for ones.
   void (*rms)(const void* x, Type type, int64_t stride, const void* weight, Type weight_type, int64_t D, float eps,
               void* y, Type y_type);
+  int64_t (*attention_floats)(const Attention&);
+  void (*attend)(const Attention&);
+  // What the machine can do, for benchmarks: the sum of n floats, and n rounds of independent multiply-adds.
+  float (*read)(const float*, int64_t n);
+  float (*multiply_add)(int64_t rounds);
+  int multiply_adds_a_round;
 };
 
 const Kernels* avx512_kernels();

@@ -11,8 +11,10 @@ namespace {
 #include "vec_avx2.h"
 #include "linear.inl"
 #include "norm.inl"
+#include "attention.inl"
+#include "limits.inl"
 
-const Kernels kernels = {"avx2", scratch_floats, columns, product, prepare, W, direct, rms};
+const Kernels kernels = {"avx2", scratch_floats, columns, product, prepare, W, direct, rms, attention_floats, attend, read, multiply_add, W * CHAINS};
 }  // namespace
 
 const Kernels* avx2_kernels() { return &kernels; }

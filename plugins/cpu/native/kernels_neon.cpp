@@ -11,8 +11,10 @@ namespace {
 #include "vec_plain.h"
 #include "linear.inl"
 #include "norm.inl"
+#include "attention.inl"
+#include "limits.inl"
 
-const Kernels kernels = {"neon", scratch_floats, columns, product, prepare, W, direct, rms};
+const Kernels kernels = {"neon", scratch_floats, columns, product, prepare, W, direct, rms, attention_floats, attend, read, multiply_add, W * CHAINS};
 }  // namespace
 
 const Kernels* neon_kernels() { return &kernels; }

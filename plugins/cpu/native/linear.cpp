@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
-#include <sstream>
-#include <stdexcept>
 
 #include "arrays.h"
 #include "mlx/allocator.h"
@@ -41,17 +39,6 @@ std::vector<const Kernels*> available() {
 }
 
 std::atomic<const Kernels*> chosen{nullptr};
-
-[[noreturn]] void refuse(const std::string& what, const std::string& found, const std::string& expected) {
-  throw std::invalid_argument(what + ": found " + found + ", expected " + expected + ".");
-}
-
-template <class T>
-std::string text(const T& value) {
-  std::ostringstream out;
-  out << value;
-  return out.str();
-}
 
 thread_local Buffer rows_buffer, scratch_buffer;
 
@@ -398,7 +385,10 @@ bool use_kernels(const std::string& name) {
 
 std::string kernel_names() {
   std::string names;
-  for (auto* k : available()) names += (names.empty() ? "" : ",") + std::string(k->name);
+  for (auto* k : available()) {
+    if (!names.empty()) names += ",";
+    names += k->name;
+  }
   return names;
 }
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 
 #include "kernels.h"
@@ -19,6 +21,18 @@ bool use_kernels(const std::string& name);  // false when this processor or buil
 std::string kernel_names();                 // what this processor runs, best first, separated by commas
 
 std::optional<Type> stored_type(mx::Dtype dtype);
+
+// The one form of what is refused.
+[[noreturn]] inline void refuse(const std::string& what, const std::string& found, const std::string& expected) {
+  throw std::invalid_argument(what + ": found " + found + ", expected " + expected + ".");
+}
+
+template <class T>
+std::string text(const T& value) {
+  std::ostringstream out;
+  out << value;
+  return out.str();
+}
 
 // Layout of the weights of a layer.
 struct Layout {

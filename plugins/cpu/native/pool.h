@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace spec {
 
@@ -14,7 +15,8 @@ void parallel(int64_t count, void (*task)(void*, int64_t), void* context);
 
 template <class F>
 void parallel_for(int64_t count, F&& f) {
-  parallel(count, [](void* context, int64_t i) { (*static_cast<F*>(context))(i); }, &f);
+  using Task = std::remove_reference_t<F>;
+  parallel(count, [](void* context, int64_t i) { (*static_cast<Task*>(context))(i); }, &f);
 }
 
 int threads();

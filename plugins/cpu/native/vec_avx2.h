@@ -25,6 +25,18 @@ static inline void sum4(const vec* v, float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(l01, l23, 0x88), _mm_shuffle_ps(l01, l23, 0xdd)));
 }
 
+static inline vec maximum(vec a, vec b) { return _mm256_max_ps(a, b); }
+static inline vec nearest(vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline vec two_to(vec n) {  // n whole, -126 to 127
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+static inline vec times(vec a, vec b) { return _mm256_mul_ps(a, b); }
+static inline vec minus(vec a, vec b) { return _mm256_sub_ps(a, b); }
+// v where x >= limit (or x is NaN), else zero.
+static inline vec unless_below(vec v, vec x, float limit) {
+  return _mm256_and_ps(_mm256_cmp_ps(x, ones(limit), _CMP_NLT_UQ), v);
+}
+
 static inline vec load_bf16(const uint16_t* p) {
   __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));

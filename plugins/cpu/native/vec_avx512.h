@@ -29,6 +29,18 @@ static inline void sum4(const vec* v, float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(l01, l23, 0x88), _mm_shuffle_ps(l01, l23, 0xdd)));
 }
 
+static inline vec maximum(vec a, vec b) { return _mm512_max_ps(a, b); }
+static inline vec nearest(vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline vec two_to(vec n) {  // n whole, -126 to 127
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+static inline vec times(vec a, vec b) { return _mm512_mul_ps(a, b); }
+static inline vec minus(vec a, vec b) { return _mm512_sub_ps(a, b); }
+// v where x >= limit (or x is NaN), else zero.
+static inline vec unless_below(vec v, vec x, float limit) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, ones(limit), _CMP_NLT_UQ), v);
+}
+
 static inline vec load_bf16(const uint16_t* p) {
   __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));

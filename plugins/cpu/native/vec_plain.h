@@ -24,6 +24,27 @@ static inline vec fma(vec a, vec b, vec c) {
 }
 #endif
 
+#define LANES(expression)                              \
+  float p[W], q[W], r[W];                              \
+  store(p, a), store(q, b);                            \
+  for (int i = 0; i < W; i++) r[i] = (expression);     \
+  return load(r)
+
+static inline vec maximum(vec a, vec b) { LANES(p[i] > q[i] ? p[i] : q[i]); }
+static inline vec times(vec a, vec b) { LANES(p[i] * q[i]); }
+static inline vec minus(vec a, vec b) { LANES(p[i] - q[i]); }
+static inline vec nearest(vec a) {
+  const vec b = a;
+  LANES(q[i] != q[i] ? p[i] : rintf(p[i]));
+}
+static inline vec two_to(vec a) {  // a whole, -126 to 127
+  const vec b = a;
+  LANES(q[i] != q[i] ? p[i] : bits_to_float(uint32_t(int(p[i]) + 127) << 23));
+}
+// v where x >= limit (or x is NaN), else zero.
+static inline vec unless_below(vec a, vec b, float limit) { LANES(q[i] < limit ? 0.0f : p[i]); }
+#undef LANES
+
 // The pairwise tree of the lanes: halves are added until one is left.
 static inline float sum(vec v) {
   float p[W];

@@ -14,7 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mlx_spec_cpu.native import ready
 
 AVAILABLE, STATE = ready()
-NEEDS_LIBRARY = ("test_linear.py", "test_inputs.py", "test_pool.py", "test_norm.py", "test_models.py")
+NEEDS_LIBRARY = (
+    "test_linear.py",
+    "test_inputs.py",
+    "test_pool.py",
+    "test_norm.py",
+    "test_models.py",
+    "test_attention.py",
+)
 collect_ignore = [] if AVAILABLE else list(NEEDS_LIBRARY)
 
 

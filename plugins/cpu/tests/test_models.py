@@ -76,14 +76,19 @@ def test_a_loaded_pair_runs_on_the_kernels(folders: tuple[Path, Path, str], choo
     pair = load(str(target), str(drafter), dtype=dtype_of(kind), probe=False)
     have = kinds(pair.target.model)
     assert not {"Linear", "QuantizedLinear", "Embedding", "QuantizedEmbedding", "RMSNorm"} & set(have)
-    assert have["RowRMSNorm"] == 7
+    assert have["RowRMSNorm"] == 7 and have["RowAttention"] == 3
     assert have["RowQuantizedLinear" if kind == "4bit" else "RowLinear"] == 22
     assert "RowLinear" in kinds(pair.drafter.model)
     assert "kernels='cpu " in pair.plan.line() and "linear 38" in pair.plan.line()
 
 
 @pytest.mark.parametrize(
-    ("value", "line"), [("off", "mlx (MLX_SPEC_KERNELS=off)"), ("rms-norm", "(rms-norm 7)"), ("on", "(linear 23,")]
+    ("value", "line"),
+    [
+        ("off", "mlx (MLX_SPEC_KERNELS=off)"),
+        ("rms-norm", "(rms-norm 7)"),
+        ("on", "(attention 3, linear 23, rms-norm 7)"),
+    ],
 )
 def test_the_setting_chooses(
     folders: tuple[Path, Path, str], choose: Callable[[str], None], value: str, line: str

@@ -21,7 +21,7 @@ class TestPlugin(PluginContract):
 def test_every_kernel_is_for_cpu_and_replaces_layers() -> None:
     register = Register("cpu", "mlx-spec-cpu")
     plugin.spec_register(register)
-    assert [kernel.op for kernel in register.kernels] == ["linear", "experts", "rms-norm"]
+    assert [kernel.op for kernel in register.kernels] == ["linear", "experts", "rms-norm", "attention"]
     assert all(kernel.backends == ("cpu",) and kernel.swap and kernel.ready for kernel in register.kernels)
 
 

@@ -10,10 +10,13 @@ activations, float64, other quantisation modes) goes to the layer's own implemen
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import base
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_spec.kernels import swap_modules
@@ -147,6 +150,43 @@ def swapper(rules: tuple[Rule, ...]) -> Swap:
     return swap
 
 
+ATTEND = "scaled_dot_product_attention"
+
+
+def attend(
+    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
+) -> mx.array:
+    """As mlx-lm's function, which quantised K/V and sinks go to: (B, H, L, D) -> (B, H, L, Dv)."""
+    dtype = queries.dtype
+    plain = sinks is None and not hasattr(cache, "bits") and dtype in FLOATS
+    masked = isinstance(mask, mx.array)
+    if not plain or keys.dtype != dtype or values.dtype != dtype or (masked and mask.dtype not in (mx.bool_, *FLOATS)):
+        return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+    return library().attention(queries, keys, values, scale, mask if masked else None, mask == "causal")
+
+
+def swap_attention(module: nn.Module) -> nn.Module | None:
+    """A layer whose code calls mlx-lm's attention function, as one that calls `attend`; None for others."""
+    own: Any = type(module)
+    kind = _attending(own)
+    return None if kind is None else twin(module, kind)
+
+
+@cache
+def _attending(kind: Any) -> type | None:
+    """The subclass of an attention layer that runs the same code and means `attend` by the name."""
+    call = vars(kind).get("__call__")
+    if not isinstance(call, FunctionType) or ATTEND not in call.__code__.co_names:
+        return None
+    if call.__globals__.get(ATTEND) is not base.scaled_dot_product_attention:
+        return None
+    own = FunctionType(
+        call.__code__, {**call.__globals__, ATTEND: attend}, "__call__", call.__defaults__, call.__closure__
+    )
+    own.__kwdefaults__ = call.__kwdefaults__
+    return type(f"Row{kind.__name__}", (kind,), {"__call__": own, "__doc__": kind.__doc__, "__module__": __name__})
+
+
 def twin(module: nn.Module, kind: type) -> nn.Module:
     """A layer of `kind` with everything `module` holds; arrays are shared, not copied."""
     layer: Any = nn.Module.__new__(kind)
@@ -161,4 +201,5 @@ def swap_tree(module: nn.Module) -> nn.Module:
     library()
     for rules in (LINEAR, EXPERTS, NORM):
         module, _ = swap_modules(module, swapper(rules))
+    module, _ = swap_modules(module, swap_attention)
     return module

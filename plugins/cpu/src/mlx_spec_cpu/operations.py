@@ -59,6 +59,20 @@ def rms_norm_reference(x: mx.array, weight: mx.array | None, eps: float) -> mx.a
     return mx.fast.rms_norm(x, weight, eps)
 
 
+def attention_reference(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | None = None,
+    causal: bool = False,
+) -> mx.array:
+    """queries (B, H, L, D) over keys and values (B, Hkv, T, D): (B, H, L, Dv), by mlx's own operation."""
+    import mlx.core as mx
+
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal" if causal else mask)
+
+
 def build_linear() -> Callable[..., Any]:
     """The linear kernel."""
     return library().linear  # type: ignore[no-any-return]
@@ -72,6 +86,11 @@ def build_gathered() -> Callable[..., Any]:
 def build_rms_norm() -> Callable[..., Any]:
     """The norm."""
     return library().rms_norm  # type: ignore[no-any-return]
+
+
+def build_attention() -> Callable[..., Any]:
+    """The attention."""
+    return library().attention  # type: ignore[no-any-return]
 
 
 def swap_linear(module: nn.Module) -> nn.Module | None:
@@ -93,3 +112,10 @@ def swap_norm(module: nn.Module) -> nn.Module | None:
     from .modules import NORM, swapper
 
     return swapper(NORM)(module)
+
+
+def swap_attention(module: nn.Module) -> nn.Module | None:
+    """Attention layers of mlx-lm."""
+    from .modules import swap_attention
+
+    return swap_attention(module)

@@ -22,3 +22,6 @@ def spec_register(register: Register) -> None:
     register.kernel(Kernel("linear", cpu, "1e-5", op.build_linear, op.linear_reference, op.swap_linear, ready))
     register.kernel(Kernel("experts", cpu, "1e-5", op.build_gathered, op.gathered_reference, op.swap_experts, ready))
     register.kernel(Kernel("rms-norm", cpu, "1e-5", op.build_rms_norm, op.rms_norm_reference, op.swap_norm, ready))
+    register.kernel(
+        Kernel("attention", cpu, "1e-5", op.build_attention, op.attention_reference, op.swap_attention, ready)
+    )

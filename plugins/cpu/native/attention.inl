@@ -1,0 +1,179 @@
+// Attention of a few queries over stored keys and values. Included inside the kernel file's namespace.
+//
+// Row invariance, also when hidden keys lie before, between or behind the visible ones: the score of a key is one
+// chain per lane over D and one fixed tree; the largest score does not depend on order; weights are added up, and
+// values gathered, key after key from the first to the last, and a key of weight zero is left out.
+
+template <Type type>
+static inline vec load_stored(const void* p, int64_t i) {
+  if constexpr (type == Type::f32) return load(static_cast<const float*>(p) + i);
+  if constexpr (type == Type::bf16) return load_bf16(static_cast<const uint16_t*>(p) + i);
+  if constexpr (type == Type::f16) return load_f16(static_cast<const uint16_t*>(p) + i);
+}
+
+// The `count` elements from i on, zeros after them.
+template <Type type>
+static inline vec load_some(const void* p, int64_t i, int64_t count) {
+  if (count >= W) return load_stored<type>(p, i);
+  float buffer[W];
+  for (int j = 0; j < W; j++) buffer[j] = j < count ? element(p, type, i + j) : 0.0f;
+  return load(buffer);
+}
+
+// exp for x <= 0, within 2 ulp (the polynomial of Cephes' expf); below -87 it is zero.
+static inline vec exponential(vec x) {
+  const vec clamped = maximum(ones(-87.0f), x);  // in this order NaN stays
+  const vec n = nearest(times(clamped, ones(1.44269504088896341f)));
+  vec r = fma(n, ones(-0.693359375f), clamped);
+  r = fma(n, ones(2.12194440e-4f), r);
+  vec p = ones(1.9875691500e-4f);
+  p = fma(p, r, ones(1.3981999507e-3f));
+  p = fma(p, r, ones(8.3334519073e-3f));
+  p = fma(p, r, ones(4.1665795894e-2f));
+  p = fma(p, r, ones(1.6666665459e-1f));
+  p = fma(p, r, ones(5.0000001201e-1f));
+  p = fma(times(r, r), p, r);
+  const vec scale = two_to(n);
+  return unless_below(fma(p, scale, scale), x, -87.0f);
+}
+
+static int64_t round_up(int64_t n) { return (n + W - 1) / W * W; }
+
+static int64_t attention_floats(const Attention& a) {
+  return a.rows * (round_up(a.D) + round_up(a.count));
+}
+
+// scores[r][t] for every key some row may see.
+template <Type type, int R>
+static void score(const Attention& a, const float* q, int64_t width, float* scores, int64_t pitch, int64_t limit) {
+  const int64_t item = type == Type::f32 ? 4 : 2;
+  for (int64_t t = 0; t < limit; t += 4) {
+    const char* key[4];
+    for (int j = 0; j < 4; j++) {
+      const int64_t at = t + j < limit ? t + j : limit - 1;
+      key[j] = static_cast<const char*>(a.keys) + at * a.key_stride * item;
+    }
+    vec acc[R][4];
+    for (auto& row : acc)
+      for (auto& v : row) v = zero();
+    for (int64_t d = 0; d < a.D; d += W) {
+      vec k[4];
+      for (int j = 0; j < 4; j++) k[j] = load_some<type>(key[j], d, a.D - d);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const vec v = load(q + r * width + d);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) acc[r][j] = fma(v, k[j], acc[r][j]);
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      float out[4];
+      sum4(acc[r], out);
+      for (int64_t j = 0; j < 4 && t + j < limit; j++) scores[r * pitch + t + j] = out[j];
+    }
+  }
+}
+
+// Scores to weights in place; the sum of the weights is returned. Hidden keys get zero.
+static float weigh(const Attention& a, int r, float* s, int64_t pitch) {
+  const int64_t visible = a.visible[r];
+  const float hidden = -bits_to_float(0x7f800000);
+  const uint8_t* flags = a.mask_kind == Mask::flags ? static_cast<const uint8_t*>(a.mask[r]) : nullptr;
+  const Type type = a.mask_kind == Mask::f16 ? Type::f16 : a.mask_kind == Mask::bf16 ? Type::bf16 : Type::f32;
+  float largest = hidden;
+  int64_t seen = 0;
+  for (int64_t t = 0; t < visible; t++) {
+    if (flags && !flags[t * a.mask_stride]) {
+      s[t] = hidden;
+      continue;
+    }
+    if (a.mask_kind > Mask::flags) s[t] += element(a.mask[r], type, t * a.mask_stride);
+    largest = s[t] > largest ? s[t] : largest;
+    seen++;
+  }
+  if (flags && seen == 0) {  // as mlx has it: a row that may see nothing weighs all keys alike
+    for (int64_t t = 0; t < visible; t++) s[t] = 1;
+    for (int64_t t = visible; t < pitch; t++) s[t] = 0;
+    return float(visible);
+  }
+  for (int64_t t = visible; t < pitch; t++) s[t] = hidden;
+  const vec shift = ones(largest);
+  for (int64_t t = 0; t < visible; t += W) store(s + t, exponential(minus(load(s + t), shift)));
+  float total = 0;
+  for (int64_t t = 0; t < visible; t++) {
+    if (flags && !flags[t * a.mask_stride]) s[t] = 0;  // also when the largest score is infinite or NaN
+    total += s[t];
+  }
+  for (int64_t t = visible; t < pitch; t++) s[t] = 0;
+  return total;
+}
+
+template <Type type, int R>
+static void gather_values(const Attention& a, const float* weights, int64_t pitch, int64_t limit, const float* totals) {
+  constexpr int C = 4;  // vectors of a value at a time
+  const int64_t item = type == Type::f32 ? 4 : 2;
+  for (int64_t d = 0; d < a.value_D; d += C * W) {
+    vec acc[R][C];
+    for (auto& row : acc)
+      for (auto& v : row) v = zero();
+    for (int64_t t = 0; t < limit; t++) {
+      const char* value = static_cast<const char*>(a.values) + t * a.value_stride * item;
+      vec v[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        const int64_t left = a.value_D - d - c * W;
+        v[c] = left > 0 ? load_some<type>(value, d + c * W, left) : zero();
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const float weight = weights[r * pitch + t];
+        if (weight == 0) continue;
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) acc[r][c] = fma(ones(weight), v[c], acc[r][c]);
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      const float scale = 1.0f / totals[r];
+      for (int c = 0; c < C; c++) {
+        float out[W];
+        store(out, times(acc[r][c], ones(scale)));
+        for (int64_t i = 0; i < W && d + c * W + i < a.value_D; i++) put(a.y[r], a.y_type, d + c * W + i, out[i]);
+      }
+    }
+  }
+}
+
+template <Type type, int R>
+static void attend_rows(const Attention& a) {
+  const int64_t width = round_up(a.D), pitch = round_up(a.count);
+  float *q = a.scratch, *scores = a.scratch + R * width;
+  int64_t limit = 0;
+  for (int r = 0; r < R; r++) {
+    for (int64_t d = 0; d < width; d++) {
+      q[r * width + d] = d < a.D ? element(a.q[r], a.q_type, d * a.q_stride) * a.scale : 0.0f;
+    }
+    limit = a.visible[r] > limit ? a.visible[r] : limit;
+  }
+  score<type, R>(a, q, width, scores, pitch, limit);
+  float totals[R];
+  for (int r = 0; r < R; r++) totals[r] = weigh(a, r, scores + r * pitch, pitch);
+  gather_values<type, R>(a, scores, pitch, limit, totals);
+}
+
+template <Type type>
+static void attend_typed(const Attention& a) {
+  switch (a.rows) {
+    case 1: return attend_rows<type, 1>(a);
+    case 2: return attend_rows<type, 2>(a);
+    case 3: return attend_rows<type, 3>(a);
+    default: return attend_rows<type, 4>(a);
+  }
+}
+
+static void attend(const Attention& a) {
+  switch (a.type) {
+    case Type::bf16: return attend_typed<Type::bf16>(a);
+    case Type::f16: return attend_typed<Type::f16>(a);
+    default: return attend_typed<Type::f32>(a);
+  }
+}
