@@ -24,6 +24,7 @@ _EXPORTS = {
     "TokenLogprob": "request",
     "Pair": "pair",
     "Plan": "pair",
+    "Device": "device",
     "Sampling": "sampling",
     "Target": "models",
     "Drafter": "models",
@@ -62,6 +63,7 @@ _EXPORTS = {
 __all__ = [
     "Acceptance",
     "Capabilities",
+    "Device",
     "Draft",
     "DraftState",
     "Drafter",
@@ -111,6 +113,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .api import generate, load, stream
+    from .device import Device
     from .draft_state import DraftState
     from .engine import Engine, Handle
     from .errors import (
@@ -155,7 +158,10 @@ def __getattr__(name: str) -> Any:
     module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module 'mlx_spec' has no attribute {name!r}")
-    value = getattr(import_module(f".{module}", __name__), name)
+    from .device import importing
+
+    with importing():
+        value = getattr(import_module(f".{module}", __name__), name)
     globals()[name] = value
     return value
 

@@ -1,8 +1,9 @@
 """Many requests, one model owner: requests join and leave a lane between rounds.
 
-The engine is a plain object that is stepped; whoever calls `step` (a handle being iterated, `run`) owns
-the device for that long. A lock makes calls take turns, but MLX binds streams to threads: load a pair and
-step its engine in one thread. From another one it can fail with a missing stream.
+Submitting, waiting for replies, iterating and cancelling work from any thread. The engine has no thread of
+its own: one of the threads that wait for something steps it for all, the others sleep until what they wait
+for has come or the one that steps is served. `Engine._turns` says who steps; `Pair.device` says which engine of
+a pair works.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .advance import Advancer
-from .errors import RequestError, SpecError
+from .errors import SpecError
 from .prefill import Prefill
 from .request import Event, Request, Result, Row, check_prompt, next_id
+from .turns import Turns
 
 if TYPE_CHECKING:
     from .pair import Pair
@@ -26,48 +28,74 @@ log = logging.getLogger("mlx_spec.engine")
 
 
 class Handle:
-    """The caller's end of one request."""
+    """The caller's end of one request; may be used in any thread, also in several."""
 
     def __init__(self, engine: Engine, request: Request):
         self._engine = engine
         self.request = request
         self.events: deque[Event] = deque()
         self.outcome: Result | None = None
+        self.fault: Exception | None = None
 
     def __iter__(self) -> Iterator[Event]:
-        """Events as they are committed; drives the engine when nothing is waiting."""
+        """Events as they are committed; steps the engine when no other thread does.
+
+        The last one has a finish reason. Every event goes to one iterator only. When code of a plugin or of
+        the target failed in a way that has no message, that exception is raised after the last event.
+        """
         while True:
-            while self.events:
-                yield self.events.popleft()
-            if self.outcome is not None:
-                return
-            self._engine.step()
+            last = self.outcome is not None  # looked at first: the last event is there before the outcome is
+            try:
+                event = self.events.popleft()
+            except IndexError:
+                if last:
+                    break
+                self._engine.drive(self._has_news)
+            else:
+                yield event
+        if self.fault is not None:
+            raise self.fault
 
     def result(self) -> Result:
-        """Run to the end and return the reply; raises RequestError when the request failed."""
-        for _ in self:
-            pass
-        outcome = self.outcome
-        if outcome is None:
+        """Wait for the end of the reply, stepping the engine when no other thread does, and return it.
+
+        A request that cannot go on has finish_reason "error" and says why in `error`. An exception without
+        a message for users, raised by code of a plugin or of the target, is raised here again.
+        """
+        self._engine.drive(self._is_done)
+        if self.fault is not None:
+            raise self.fault
+        if self.outcome is None:
             raise RuntimeError("the engine stopped before this request was finished")
-        return outcome
+        return self.outcome
 
     def cancel(self) -> None:
         """Leave the lane at the next step; the other rows do not notice."""
         self._engine.cancel(self.request.id)
 
+    def _is_done(self) -> bool:
+        return self.outcome is not None
+
+    def _has_news(self) -> bool:
+        return bool(self.events) or self.outcome is not None
+
 
 class Engine:
-    """One pair, one lane of up to `max_rows` requests, a queue in front of it."""
+    """One pair, one lane of up to `max_rows` requests, a queue in front of it.
+
+    All methods may be called from any thread. Engines that share a pair take turns, step by step.
+    """
 
     def __init__(self, pair: Pair, max_rows: int = 8):
         self.pair = pair
         self.max_rows = max_rows
         self._waiting: deque[Handle] = deque()
-        self._handles: dict[int, Handle] = {}
+        self._handles: dict[int, Handle] = {}  # of every request that is not finished
+        self._cancelled: deque[int] = deque()  # ids, until the next step
         self._prefill: tuple[Handle, Prefill] | None = None
         self._advancer = Advancer(pair)
-        self._lock = threading.RLock()
+        self._turns = Turns()  # who holds them may touch what is above
+        self._door = threading.Lock()  # ids are handed out one at a time
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; raises UsageError at once when it can never be served."""
@@ -76,8 +104,12 @@ class Engine:
         request.prompt = check_prompt(request.prompt, limit, target.context)
         target.check_prompt(request.prompt)
         request.sampling.check_ids(target.vocab_size)
+        if request.sampling.processors:
+            from .processors import evaluate_held
+
+            evaluate_held(request.sampling.processors)
         handle = Handle(self, request)
-        with self._lock:
+        with self._door:
             if request.id in self._handles:  # the same object again while the first is being served
                 handle.request = request = replace(request, id=next_id())
             self._handles[request.id] = handle
@@ -85,45 +117,97 @@ class Engine:
         return handle
 
     def cancel(self, request_id: int) -> None:
-        """End a request wherever it is: queued, in prefill or in the lane."""
-        with self._lock:
-            handle = self._handles.get(request_id)
-            if handle is None or handle.outcome is not None:
-                return
-            if handle in self._waiting:
-                self._waiting.remove(handle)
-                self._finish(self._new_row(handle), "cancelled")
-            elif self._prefill is not None and self._prefill[0] is handle:
-                row = self._prefill[1].row
-                self._prefill = None
-                self._finish(row, "cancelled")
-            else:
-                for row in self._advancer.rows:
-                    if row.request.id == request_id:
-                        row.finish_reason = "cancelled"
+        """End a request wherever it is: queued, in prefill or in the lane. Unknown ids are ignored.
+
+        While another thread steps, this happens before its next step.
+        """
+        self._cancelled.append(request_id)
+        if self._turns.take(wait=0):
+            try:
+                self._cancel_asked()
+            finally:
+                self._turns.give()
 
     @property
     def busy(self) -> bool:
         """True while any request is queued, in prefill or in the lane."""
-        return bool(self._waiting or self._prefill or self._advancer.rows)
+        return bool(self._handles)
 
     def step(self) -> bool:
-        """One unit of work: a prefill chunk and/or one round. Returns `busy`."""
-        with self._lock:
-            self._admit()
-            if self._advancer.rows:
-                self._advance()
-            return self.busy
+        """One unit of work: a prefill chunk and/or one round. Returns `busy`.
+
+        What goes wrong with a request ends that request, and its handle tells; nothing is raised here but
+        what is no Exception (KeyboardInterrupt above all), which ends every request of the lane.
+        """
+        self._turns.take()
+        try:
+            return self._step()
+        finally:
+            self._turns.give()
 
     def run(self) -> None:
         """Step until every submitted request is finished."""
         while self.step():
             pass
 
-    # -- admission --------------------------------------------------------------------------------------
+    def drive(self, done: Callable[[], bool]) -> None:
+        """Step until `done()` holds or nothing is left to do; while another thread steps, wait.
+
+        `done` is asked after every step, also in other threads: it may only look.
+        """
+        while not done() and self._turns.take(done):
+            try:
+                more = True
+                while more and not done():
+                    more = self._step()
+                    self._turns.settle()
+            finally:
+                self._turns.give()
+            if not more:
+                return
+
+    # -- one step, by whoever has the turn --------------------------------------------------------------
+
+    def _step(self) -> bool:
+        try:
+            self._cancel_asked()
+            if self._handles:
+                self.pair.device.run(self._work)
+        except BaseException as exc:  # interrupted anywhere: what was not waiting any more is in no known state
+            known = {row.request.id: row for row in self._advancer.drop_all()}
+            self._prefill = None
+            for handle in [h for h in list(self._handles.values()) if h not in self._waiting]:
+                self._fail(handle, known.get(handle.request.id) or self._new_row(handle), exc)
+            raise
+        return self.busy
+
+    def _work(self) -> None:
+        self._admit()
+        if self._advancer.rows:
+            self._advance()
 
     def _new_row(self, handle: Handle) -> Row:
         return self._advancer.new_row(handle.request)
+
+    def _cancel_asked(self) -> None:
+        while self._cancelled:
+            request_id = self._cancelled.popleft()
+            handle = self._handles.get(request_id)
+            if handle is None:
+                continue
+            if handle in self._waiting:
+                self._waiting.remove(handle)
+                self._finish(handle, self._new_row(handle), "cancelled")
+            elif self._prefill is not None and self._prefill[0] is handle:
+                row = self._prefill[1].row
+                self._prefill = None
+                self._finish(handle, row, "cancelled")
+            else:
+                for row in self._advancer.rows:
+                    if row.request.id == request_id:
+                        row.finish_reason = "cancelled"
+
+    # -- admission --------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Prefill waiting requests and let them join, up to one chunk's worth of prompt tokens per step.
@@ -137,19 +221,20 @@ class Engine:
                 if not self._waiting or len(self._advancer.rows) >= self.max_rows:
                     return
                 handle = self._waiting.popleft()
-                self._prefill = (handle, Prefill(self.pair, self._new_row(handle)))
-            work = self._prefill[1]
+                row = self._new_row(handle)
+                try:
+                    self._prefill = (handle, Prefill(self.pair, row))
+                except Exception as exc:
+                    self._fail(handle, row, exc)
+                    continue
+            handle, work = self._prefill
             before = work.done
             try:
                 complete = work.chunk()
-            except SpecError as exc:
+            except Exception as exc:
                 self._prefill = None
-                self._fail(work.row, str(exc))
+                self._fail(handle, work.row, exc)
                 continue
-            except BaseException as exc:  # a fault of code: shown to who steps, and the engine can go on
-                self._prefill = None
-                self._fail(work.row, f"{type(exc).__name__}: {exc}")
-                raise
             spent += max(1, work.done - before)
             if complete:
                 self._prefill = None
@@ -160,31 +245,35 @@ class Engine:
     def _advance(self) -> None:
         try:
             emitted = self._advancer.step(more_waiting=bool(self._waiting or self._prefill))
-        except RequestError as exc:
+        except Exception as exc:  # the lane is in no known state: its requests end, the engine can go on
             for row in self._advancer.drop_all():
-                self._fail(row, str(exc))
+                if row.request.id in self._handles:
+                    self._fail(self._handles[row.request.id], row, exc)
             return
-        except BaseException as exc:  # the lane is in no known state: its requests end, the engine can go on
-            for row in self._advancer.drop_all():
-                self._fail(row, f"{type(exc).__name__}: {exc}")
-            raise
         for row, event in emitted:
             handle = self._handles[row.request.id]
             handle.events.append(event)
             if row.finished:
                 self._close(handle, row)
 
-    def _fail(self, row: Row, text: str) -> None:
-        row.error = text
-        self._finish(row, "error")
+    def _fail(self, handle: Handle, row: Row, exc: BaseException) -> None:
+        """End a request with an error; what is no message for users reaches its caller as it is."""
+        row.error = str(exc) if isinstance(exc, SpecError) else f"{type(exc).__name__}: {exc}"
+        if isinstance(exc, Exception) and not isinstance(exc, SpecError):
+            log.debug("request %d failed", row.request.id, exc_info=exc)
+            handle.fault = exc
+        self._finish(handle, row, "error")
 
-    def _finish(self, row: Row, reason: str) -> None:
+    def _finish(self, handle: Handle, row: Row, reason: str) -> None:
         row.finish_reason = reason
-        handle = self._handles[row.request.id]
         handle.events.append(row.last_event())
         self._close(handle, row)
 
     def _close(self, handle: Handle, row: Row) -> None:
-        handle.outcome = row.result()
+        result = row.result()
+        try:
+            self._advancer.diagnose(row, result)
+        except Exception:  # a log that cannot be written must not keep the reply back
+            log.warning("the line of request %d could not be written", row.request.id, exc_info=True)
+        handle.outcome = result
         del self._handles[row.request.id]
-        self._advancer.diagnose(row, handle.outcome)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .device import Device
 from .errors import Finding
 from .kernels import KernelUse, use_kernels
 from .loading import (
     DRAFTER_FLAG,
     KIND_FLAG,
+    DrafterChoice,
     choose_drafter,
     load_drafter,
     load_target,
@@ -73,7 +75,11 @@ class Plan:
 
 @dataclass(slots=True)
 class Pair:
-    """A target, its drafter (or None), the tokenizer (or None) and the plan."""
+    """A target, its drafter (or None), the tokenizer (or None) and the plan.
+
+    Any thread may use a pair, whichever thread loaded it: engines take turns on its `device`. Code that calls
+    models or states itself, in a process of several threads, does so in a function given to `device.run`.
+    """
 
     target: Target
     drafter: Drafter | None
@@ -86,6 +92,7 @@ class Pair:
     owner: str = "core"
     drafter_owner: str = "core"
     costs: Any = None
+    device: Device = field(default_factory=Device, repr=False, compare=False)
 
     @property
     def key(self) -> str:
@@ -112,6 +119,8 @@ def load(
 ) -> Pair:
     """Load a target and, when asked for, its drafter; validate, choose a width, prove exactness.
 
+    May be called in any thread; the pair is not bound to it.
+
     Args:
         target, drafter: local directory or hub id.
         kind: "mtp", "full-model", "prompt-lookup", "none" or None (from the directory).
@@ -126,32 +135,50 @@ def load(
         LoadError, PairError, UsageError: each with what was found, expected and the next step.
     """
     _check_quantised(kv_bits, kv_group_size)
-    target_ref = open_ref(target)
-    choice = choose_drafter(drafter, kind, options or {}, target_ref, name_from=drafter_from, kind_from=kind_from)
     plan = Plan(
-        requested=choice.kind if choice else "none",
         exactness_asked=exactness,
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
         prefill_step=prefill_step or get_settings().prefill_step,
     )
+    device = Device()
+
+    def choose(ref: ModelRef) -> DrafterChoice | None:
+        return choose_drafter(drafter, kind, options or {}, ref, name_from=drafter_from, kind_from=kind_from)
+
+    def work() -> Pair:
+        pair = _load(device, plan, target, choose, dtype)
+        if pair.drafter is not None:
+            _choose_width(pair, block_size, block_size_from)
+            if plan.active:
+                _prove(pair, probe)
+        return pair
+
+    pair = device.run(work)
+    log.info("%s", plan.line())
+    return pair
+
+
+def _load(
+    device: Device, plan: Plan, target: str, choose: Callable[[ModelRef], DrafterChoice | None], dtype: str | None
+) -> Pair:
+    """Target and drafter, validated; no width chosen yet."""
+    target_ref = open_ref(target)
+    choice = choose(target_ref)
     if choice is not None:
+        plan.requested = choice.kind
         plan.findings = validate_pair(target_ref, choice)
     loaded = load_target(target_ref)
     _cast(loaded, dtype)
-    _check_quantised(kv_bits, kv_group_size, loaded)
+    _check_quantised(plan.kv_bits, plan.kv_group_size, loaded)
     plan.kernels = use_kernels(loaded.model)
-    pair = Pair(loaded, None, None, plan, target_ref)
+    pair = Pair(loaded, None, None, plan, target_ref, device=device)
     _attach_text(pair)
     if choice is not None:
         pair.drafter = load_drafter(choice, loaded)
         _cast(pair.drafter, dtype)
         plan.kernels = plan.kernels.merged(use_kernels(pair.drafter.model))
         pair.drafter_ref, pair.drafter_owner = choice.ref, choice.owner
-        _choose_width(pair, block_size, block_size_from)
-        if plan.active:
-            _prove(pair, probe)
-    log.info("%s", plan.line())
     return pair
 
 

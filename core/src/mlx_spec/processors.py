@@ -10,14 +10,20 @@ Letters: R processed rows, V vocabulary, c context size of a penalty.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType, MethodType
 
 import mlx.core as mx
 
 from .errors import SpecError, message
 from .sampling import Processor, Sampling
+
+_HOLDERS = (FunctionType, MethodType, CellType, partial, tuple, list, dict)
+_MANY = 1000  # a mapping with more entries is a vocabulary or the like
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +151,29 @@ def _joined(tokens: Sequence[int], drafts: mx.array | None, count: int) -> mx.ar
 
 
 # -- user processors ------------------------------------------------------------------------------------
+
+
+def evaluate_held(processors: Sequence[Processor]) -> None:
+    """Evaluate the arrays that processors hold, in the thread that made them: no other one could.
+
+    Looks into closures, partial arguments, attributes of the processor, and containers in these.
+    """
+    held: list[mx.array] = []
+    for processor in processors:
+        for part in (processor, getattr(processor, "__self__", None)):
+            for value in gc.get_referents(part):
+                if value is not getattr(processor, "__globals__", None):
+                    _collect(value, held, 5)
+    mx.eval(held)
+
+
+def _collect(value: object, held: list[mx.array], depth: int) -> None:
+    if isinstance(value, mx.array):
+        held.append(value)
+    elif depth and isinstance(value, _HOLDERS) and not (isinstance(value, dict) and len(value) > _MANY):
+        for item in gc.get_referents(value):
+            if item is not getattr(value, "__globals__", None):
+                _collect(item, held, depth - 1)
 
 
 def _user(
