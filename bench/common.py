@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -49,6 +50,11 @@ def checkpoints(options: argparse.Namespace) -> Checkpoints:
     if found is None:
         print("no demo pair here: using a tiny random pair, so acceptance and gains mean nothing", file=sys.stderr)
     return found or tiny_gemma4()
+
+
+def same_operations() -> None:
+    """Leave every operation to mlx, as the other side of a comparison does; kernels of plugins stay out."""
+    os.environ["MLX_SPEC_KERNELS"] = "off"
 
 
 def demo() -> Checkpoints | None:

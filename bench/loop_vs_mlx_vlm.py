@@ -3,7 +3,7 @@
     make oracles                                     an environment with mlx-vlm 0.7.10
     .venv-oracles/bin/python bench/loop_vs_mlx_vlm.py [--tokens 96] [--runs 21] [--save]
 
-Both loops run the same weights, the same prompts, greedily, at the same L, one request. `fixed` is our loop
+Both loops run the same weights on mlx's own operations, the same prompts, greedily, at the same L, one request. `fixed` is our loop
 without its governor, which is what mlx-vlm's does; `adaptive` is our default. `plain` is our plain decoding.
 mlx-vlm's prompt is processed as its own generator does it, and its rounds are called with the arguments it
 gives them. Only a trained pair tells something about speed: a random one accepts next to nothing.
@@ -27,6 +27,7 @@ from common import (
     ids_only,
     parser,
     prompts,
+    same_operations,
     shown,
     take_turns,
     timed,
@@ -81,6 +82,7 @@ def _argmax(logits: mx.array) -> mx.array:
 
 def main() -> int:
     """Compare at the pair's own width; exit 1 when tokens differ or our loop is slower."""
+    same_operations()
     options = parser(__doc__, "loop_vs_mlx_vlm", tokens=96, runs=21).parse_args()
     if version("mlx-vlm") != MADE_FOR:
         print(

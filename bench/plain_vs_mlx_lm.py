@@ -2,7 +2,7 @@
 
     python bench/plain_vs_mlx_lm.py [--tokens 48] [--runs 41] [--save]
 
-Both sides load the checkpoint themselves and decode greedily. `ids` compares our engine without text with
+Both sides load the checkpoint themselves and decode greedily, on mlx's own operations (MLX_SPEC_KERNELS=off). `ids` compares our engine without text with
 `mlx_lm.generate.generate_step`, `text` our engine with text with `mlx_lm.stream_generate`. Before that the
 logits of single steps are compared byte by byte. Replies are short and the turns many, because pairs of
 runs close in time are what a busy machine disturbs least. Once a sliding window is full, mlx-lm
@@ -27,6 +27,7 @@ from common import (
     finish,
     parser,
     prompts,
+    same_operations,
     shown,
     take_turns,
     timed,
@@ -46,6 +47,7 @@ ROWS = 160  # single steps whose logits are compared: the demo pair's window is 
 
 def main() -> int:
     """Compare on every checkpoint; exit 1 when bytes differ or the goal is missed."""
+    same_operations()
     options = parser(__doc__, "plain_vs_mlx_lm", tokens=48, runs=41).parse_args()
     chosen = [checkpoints(options)]
     if options.target is None:
