@@ -2,9 +2,10 @@
 
     python bench/plain_vs_mlx_lm.py [--tokens 48] [--runs 41] [--save]
 
-Both sides load the checkpoint themselves and decode greedily, on mlx's own operations (MLX_SPEC_KERNELS=off). `ids` compares our engine without text with
-`mlx_lm.generate.generate_step`, `text` our engine with text with `mlx_lm.stream_generate`. Before that the
-logits of single steps are compared byte by byte. Replies are short and the turns many, because pairs of
+Both sides load the checkpoint themselves and decode greedily, on mlx's own operations (the script sets
+MLX_SPEC_KERNELS=off). `ids` compares our engine without text with `mlx_lm.generate.generate_step`, `text` our
+engine with text with `mlx_lm.stream_generate`. Before that the logits of single steps are compared byte by byte.
+Replies are short and the turns many, because pairs of
 runs close in time are what a busy machine disturbs least. Once a sliding window is full, mlx-lm
 keeps its keys in a ring, whose order of summing moves the last bits; so the comparison is made twice, with
 mlx-lm's cache as it is and with the ring read in order of time, where every byte must be equal. Goal for
