@@ -4,9 +4,9 @@
     .venv-oracles/bin/python bench/loop_vs_mlx_vlm.py [--tokens 96] [--runs 21] [--save]
 
 Both loops run the same weights on mlx's own operations, the same prompts, greedily, at the same L, one request.
-`fixed` is our loop without its governor, which is what mlx-vlm's does; `adaptive` is our default. `plain` is our plain decoding.
-mlx-vlm's prompt is processed as its own generator does it, and its rounds are called with the arguments it
-gives them. Only a trained pair tells something about speed: a random one accepts next to nothing.
+`fixed` is our loop without its governor, which is what mlx-vlm's does; `adaptive` is our default, `plain` our
+plain decoding. mlx-vlm's prompt is processed as its own generator does it, and its rounds are called with the
+arguments it gives them. Only a trained pair tells something about speed: a random one accepts next to nothing.
 """
 
 from __future__ import annotations
