@@ -54,6 +54,8 @@ MUTATIONS = [
     ("GM16", rope(full={"partial_rotary_factor": 0.5}), "partial_rotary_factor (full_attention)"),
     ("GM16", rope(full={"rope_type": "default"}), "rope_type (full_attention)"),
     ("GM16", rope(sliding={"rope_theta": 2e4}), "rope_theta (sliding_attention)"),
+    ("GM16", rope(full={"factor": 8.0}), "factor (full_attention)"),
+    ("GM16", rope(full={"original_max_position_embeddings": 9}), "original_max_position_embeddings (full_attention)"),
     ("GM17", {TEXT + "sliding_window": 16}, "sliding_window"),
     ("GM24", {TEXT + "max_position_embeddings": 2048}, "max_position_embeddings"),
 ]
@@ -67,6 +69,15 @@ def test_a_field_that_does_not_fit_has_its_code_and_names_both_sides(
     assert len(found) == (2 if code == "GM15" else 1)  # heads are one number for both layer types
     assert found[0].subject == f"{what} of drafter drafter and target target"
     assert found[0].severity == ("warning" if code == "GM24" else "error")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"full": {"factor": 1}}, {"full": {"factor": 1.0, "mscale": None}}, {"sliding": {"factor": 8.0}}],
+    ids=str,
+)
+def test_a_scaling_that_changes_nothing_is_no_difference(edited: Any, changes: dict[str, Any]) -> None:
+    assert findings(edited("E", drafter=rope(**changes))) == []
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,11 @@ UNIFIED_DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 262144,
 }
 MEDIA_KEYS = {"image": "image_token_id", "audio": "audio_token_id", "video": "video_token_id"}
+# As mlx-lm 0.32.2 `models/rope_utils.py` reads them.
+SCALING_KEYS = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "short_factor",
+    "long_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
 _LAYER_OVERRIDES = ("head_dim", "num_key_value_heads")
 M = TypeVar("M", bound=BaseModel)
 
@@ -45,6 +50,14 @@ class Rope(BaseModel):
     rope_type: str = "default"
     rope_theta: float = Field(gt=0)
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
+
+    @property
+    def rotation(self) -> dict[str, Any]:
+        """What decides where a position is rotated to; mlx-lm reads the scaling keys of scaled types only."""
+        scaled = SCALING_KEYS if self.rope_type != "default" else ()
+        keys = ("rope_type", "rope_theta", "partial_rotary_factor", *scaled)
+        values = self.model_dump()
+        return {key: values[key] for key in keys if values.get(key) is not None and (key, values[key]) != ("factor", 1)}
 
 
 class TextConfig(BaseModel):

@@ -108,10 +108,10 @@ class _Pair:
         if text.num_attention_heads % target.kv_heads(kind):
             found = f"{text.num_attention_heads} query heads"
             yield self._differ("GM15", f"heads ({kind})", found, f"a multiple of {target.kv_heads(kind)} K/V heads")
-        mine, theirs = text.rope_parameters[kind], target.rope_parameters[kind]
-        for key in ("rope_type", "rope_theta", "partial_rotary_factor"):
-            if getattr(mine, key) != getattr(theirs, key):
-                yield self._differ("GM16", f"{key} ({kind})", getattr(mine, key), getattr(theirs, key))
+        mine, theirs = text.rope_parameters[kind].rotation, target.rope_parameters[kind].rotation
+        for key in dict.fromkeys([*mine, *theirs]):
+            if mine.get(key) != theirs.get(key):
+                yield self._differ("GM16", f"{key} ({kind})", mine.get(key, "nothing"), theirs.get(key, "nothing"))
 
     def form(self) -> Iterator[Finding]:
         """What every assistant has in common; other values have no tensors to go with them."""
