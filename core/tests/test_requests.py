@@ -8,13 +8,17 @@ from functools import cache
 import mlx.core as mx
 import pytest
 from pairs import make_pair, mlx_lm_greedy, tiny_target
+from tinymodels import write_tokenizer
 
 from mlx_spec.api import generate
 from mlx_spec.engine import Engine
 from mlx_spec.errors import UsageError
+from mlx_spec.pair import _choose_width
 from mlx_spec.request import Request
 from mlx_spec.sampling import Sampling
 from mlx_spec.testing.drafters import ScriptedDrafter, mixed, oracle
+from mlx_spec.tokenizer import load_tokenizer
+from mlx_spec.types import Capabilities
 
 MODEL, LENGTH, TOKENS = "gemma3", 9, 20
 
@@ -87,6 +91,60 @@ def test_a_drafted_end_that_the_target_refuses_ends_nothing():
     assert out.timings.draft_n > 0 and out.timings.draft_n_accepted == 0
 
 
+# -- stop strings ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Names the target's ids; id 3 is the control token <|end|>."""
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def stopped(tokenizer, sampling: Sampling, truth, block: int | None):
+    """The reply to `sampling` with every draft right (block None: plain), and what its events said."""
+    script = ScriptedDrafter(oracle({tuple(prompt()): list(truth)}))
+    pair = make_pair(tiny_target(MODEL), script if block else None, block or 1)
+    pair.tokenizer = tokenizer
+    handle = Engine(pair, max_rows=1).submit(Request(prompt(), sampling, TOKENS, adaptive=False))
+    events = list(handle)
+    out = handle.result()
+    assert "".join(e.text for e in events) == out.text
+    assert [t for e in events for t in e.token_ids] == out.token_ids == [item.token for item in out.logprobs]
+    return out
+
+
+def written(ids: list[int]):
+    """A processor that has these ids written, one after the other."""
+
+    def force(tokens, logits):
+        return mx.where(mx.arange(logits.shape[-1]) == ids[tokens.size - len(prompt())], 100.0, logits)
+
+    return (force,)
+
+
+@pytest.mark.parametrize("place", range(7))
+def test_a_spelled_control_token_ends_the_reply_at_every_place_of_a_block(tokenizer, place):
+    truth = [40 + i for i in range(TOKENS)]
+    truth[place] = 3
+    settings = Sampling(processors=written(truth), logprobs=0)
+    assert plain(settings).token_ids == truth
+    for block in (None, 2, 5, 7):
+        out = stopped(tokenizer, settings.replace(stop="<|end|>"), truth, block)
+        assert (out.token_ids, out.finish_reason) == (truth[: place + 1], "stop")
+        assert out.text == tokenizer.decode(truth[:place]) and (block is None or out.timings.draft_n_accepted)
+
+
+@pytest.mark.parametrize("place", range(7))
+def test_a_stop_string_over_two_tokens_ends_ids_logprobs_and_text_together(tokenizer, place):
+    truth = [40 + i for i in range(TOKENS)]
+    stop = tokenizer.decode(truth[place : place + 2])
+    settings = Sampling(processors=written(truth), logprobs=0, stop=(stop,))
+    for block in (None, 2, 4, 5, 9):
+        out = stopped(tokenizer, settings, truth, block)
+        assert (out.token_ids, out.finish_reason) == (truth[: place + 2], "stop")
+        assert out.text == tokenizer.decode(truth[:place]) and (block is None or out.timings.draft_n_accepted)
+
+
 PENALTIES = [
     {"repetition_penalty": 1.4},
     {"presence_penalty": 0.8, "presence_context_size": 6},
@@ -123,7 +181,7 @@ def test_penalties_equal_mlx_lm():
     assert run(settings, truth=want, right=2).token_ids == want
 
 
-@pytest.mark.parametrize("block", range(2, 9))
+@pytest.mark.parametrize("block", range(2, 10))
 def test_a_user_processor_is_called_with_the_right_history(block):
     start = len(prompt())
 
@@ -135,7 +193,8 @@ def test_a_user_processor_is_called_with_the_right_history(block):
     settings = Sampling(processors=(force,))
     truth = plain(settings).token_ids
     assert truth[10] == 5
-    assert run(settings, block=block, truth=truth).token_ids == truth
+    out = run(settings, block=block, truth=truth)
+    assert out.token_ids == truth and out.timings.draft_n_accepted == out.timings.draft_n > 0
     assert run(settings, block=block, truth=truth, right=1).token_ids == truth
 
 
@@ -219,6 +278,43 @@ def test_counters_count_what_was_drafted_and_tested():
     drafter = ScriptedDrafter(lambda tokens, k: list(reply())[len(tokens) - LENGTH :][: min(k, next(lengths))])
     out = generate(make_pair(target, drafter, 5), prompt(), None, 30, adaptive=False)
     assert out.timings.draft_n == 7
+
+
+@pytest.mark.parametrize("options", [{"speculative": False}, {"block_size": 1}, {"block_size": 0}], ids=str)
+def test_a_request_that_turned_drafting_off_says_so(options):
+    out = run(Sampling(), **options)
+    told = out.speculation
+    assert (told.active, told.method, told.block_size) == (False, "none", 1)
+    assert told.reason == "the request turned drafting off" and out.timings.draft_n == 0
+    assert out.token_ids == list(reply()[:TOKENS])
+
+
+def test_a_drafter_for_one_request_drafts_when_alone_and_says_what_to_set_when_not():
+    class Single(ScriptedDrafter):
+        capabilities = Capabilities(batch=False)
+
+    target, drafter = tiny_target(MODEL), Single(oracle({tuple(prompt()): list(reply())}))
+    for rows in (1, 2):
+        engine = Engine(make_pair(target, drafter, 4), max_rows=rows)
+        handles = [engine.submit(Request(prompt(), Sampling(), n, adaptive=False)) for n in (8, TOKENS)]
+        short, long = (handle.result() for handle in handles)
+        assert short.token_ids == list(reply()[:8]) and long.token_ids == list(reply()[:TOKENS])
+        assert (short.timings.draft_n > 0) == (rows == 1) and long.timings.draft_n > 0
+        for out in (short, long):
+            assert ["max_rows=1" in text for text in out.speculation.fallbacks] == [True] * (rows - 1)
+
+
+@pytest.mark.parametrize(("bits", "active"), [(None, True), (8, False)])
+def test_a_drafter_that_does_not_read_quantised_kv_names_the_setting(bits, active):
+    class Dense(ScriptedDrafter):
+        capabilities = Capabilities(quantised_kv=False)
+
+    pair = make_pair(tiny_target(MODEL), Dense(oracle({})), kv_bits=bits)
+    _choose_width(pair, None, "")
+    assert pair.plan.active is active
+    assert pair.plan.reason == (
+        "drafter loaded" if active else "plain decoding: scripted does not read 8-bit K/V; without kv_bits it drafts"
+    )
 
 
 def test_zero_tokens_is_an_empty_reply():

@@ -175,7 +175,10 @@ class Advancer:
             return [0] * len(rows)
         if len(rows) > 1 and not drafter.capabilities.batch:
             for row in rows:
-                row.note_fallback(f"{drafter.kind} drafter serves one request at a time: plain decoding in company")
+                row.note_fallback(
+                    f"{drafter.kind} drafter serves one request at a time: plain decoding in company; "
+                    "with max_rows=1 requests take turns and all are drafted"
+                )
             return [0] * len(rows)
         governors = [row.governor if row.drafting else None for row in rows]
         return choose_together(governors, [max(0, row.remaining - 1) for row in rows])

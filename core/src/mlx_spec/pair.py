@@ -245,7 +245,8 @@ def _choose_width(pair: Pair, block_size: int | None, source: str) -> None:
     plan.active = chosen.L > 1
     plan.reason = "drafter loaded" if plan.active else "block size 1 turns drafting off"
     if plan.active and plan.kv_bits is not None and not drafter.capabilities.quantised_kv:
-        plan.active, plan.reason = False, f"plain decoding: {drafter.kind} does not read {plan.kv_bits}-bit K/V"
+        plan.active = False
+        plan.reason = f"plain decoding: {drafter.kind} does not read {plan.kv_bits}-bit K/V; without kv_bits it drafts"
         log.warning("%s", plan.reason)
     if plan.active:
         pair.costs = load_costs(pair.key)
