@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import mlx.core as mx
 import pytest
 from pairs import make_pair, mlx_lm_greedy, tiny_target
+from tinymodels import LLAMA, write_model
 
 from mlx_spec.api import generate
 from mlx_spec.engine import Engine
+from mlx_spec.errors import UsageError
 from mlx_spec.full_model import FullModelDrafter
+from mlx_spec.generic_target import GenericTarget
+from mlx_spec.loading import open_ref
 from mlx_spec.lookup import PromptLookupDrafter
+from mlx_spec.models import Target
+from mlx_spec.pair import Pair
 from mlx_spec.request import Request
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import DrafterCard
@@ -88,3 +97,57 @@ def test_prompt_lookup_proposes_what_followed_before():
     seen = generate(make_pair(target, None), PROMPT, None, TOKENS, ignore_eos=True).token_ids
     row = PromptLookupDrafter().make_state().rows[0]
     assert row.propose([*PROMPT, *seen, *PROMPT], 8) == seen[:8]
+
+
+# -- padding of the embedding (reports 130 and 134) ------------------------------------------------------
+
+NAMED = 120  # ids with a token; the target has 131 rows, its drafter 127
+
+
+def planted(folder: Path, vocab_size: int) -> Target:
+    """A model whose rows past NAMED come in pairs of opposite sign: one of each pair always has a huge logit."""
+    config = LLAMA | {"vocab_size": vocab_size, "num_hidden_layers": 2}
+    target = GenericTarget.load(open_ref(str(write_model(folder / str(vocab_size), config, seed=vocab_size))))
+    head = target.model.lm_head
+    tail = 100.0 * head.weight[NAMED:]
+    tail[1::2] = -tail[0::2][: tail[1::2].shape[0]]
+    head.weight = mx.concatenate([head.weight[:NAMED], tail])
+    return target
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory) -> Pair:
+    folder = tmp_path_factory.mktemp("padded")
+    pair = make_pair(planted(folder, 131), FullModelDrafter(planted(folder, 127)), 4)
+    pair.token_limit = NAMED
+    return pair
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 100.0},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 50.0, "seed": 4},
+    ],
+    ids=str,
+)
+def test_padding_is_neither_drafted_nor_emitted_nor_an_alternative(padded, settings):
+    logits = padded.target.forward(mx.array([PROMPT]), padded.target.make_states()).logits
+    assert (mx.argmax(logits, axis=-1) >= NAMED).all().item()  # what would be chosen
+    sampling = Sampling(**settings, logprobs=20)
+    out = generate(padded, PROMPT, sampling, TOKENS, ignore_eos=True, adaptive=False)
+    drafted = [t for r in out.rounds for t in r.draft_ids]
+    assert len(out.token_ids) == TOKENS and max(out.token_ids) < NAMED
+    assert len(drafted) > TOKENS // 2 and max(drafted) < NAMED
+    assert max(t for item in out.logprobs for t, _ in item.top) < NAMED
+    if sampling.law != "rejection":
+        alone = generate(padded, PROMPT, sampling, TOKENS, ignore_eos=True, speculative=False)
+        assert out.token_ids == alone.token_ids
+
+
+def test_padding_is_no_prompt(padded):
+    with pytest.raises(UsageError, match=f"found {NAMED}, expected 0 to {NAMED - 1}"):
+        generate(padded, [3, NAMED], None, 4)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from mlx.utils import tree_flatten
 from tinymodels import LLAMA, write_model, write_tokenizer
 
 from mlx_spec import plugins, promptfile, settings
@@ -313,3 +314,85 @@ def test_a_home_that_nobody_has_is_said_in_one_line(run):
     result = run("--prompt-ids", "1", MLX_SPEC_CACHE_DIR="~no-such-person/cache")
     assert result.exit_code == 2 and result.stderr.startswith("environment variable MLX_SPEC_CACHE_DIR: found ")
     assert "expected a folder below a home directory that exists" in result.stderr
+
+
+# -- every flag arrives (report 185) ---------------------------------------------------------------------
+
+SAMPLING = {
+    "--temp": ("temperature", 0.7), "--top-p": ("top_p", 0.9), "--top-k": ("top_k", 40), "--min-p": ("min_p", 0.1),
+    "--seed": ("seed", 5), "--acceptance": ("acceptance", "rejection"), "--min-tokens": ("min_tokens", 2),
+    "--repetition-penalty": ("repetition_penalty", 1.2), "--presence-penalty": ("presence_penalty", 0.3),
+    "--frequency-penalty": ("frequency_penalty", 0.4), "--logprobs": ("logprobs", 3),
+}  # fmt: skip
+
+
+def test_every_flag_of_a_reply_and_of_a_pair_arrives(run, spelled, monkeypatch):
+    seen = {}
+
+    def stop(pair, prompt, sampling, values, adaptive):
+        seen.update(pair=pair, prompt=prompt, sampling=sampling, adaptive=adaptive, tokens=values["max_tokens"])
+        raise LoadError("this run", found="enough", expected="nothing", next_step="Look at what came in", code="L05")
+
+    monkeypatch.setattr(generate, "_run", stop)
+    flags = [str(part) for flag, (_, value) in SAMPLING.items() for part in (flag, value)]
+    pair = {"--draft-model": spelled, "--draft-kind": "full-model", "--draft-block-size": 3, "--exactness": "lossy",
+            "--kv-bits": "8", "--kv-group-size": "32", "--dtype": "float16", "--prefill-step": 7}  # fmt: skip
+    flags += [str(part) for item in pair.items() for part in item]
+    model = write_model(spelled.parent / "wide", LLAMA | {"vocab_size": 340, "num_hidden_layers": 2, "head_dim": 32})
+    write_tokenizer(model)
+    result = run("-p", "red", "--no-chat-template", "--stop", "blue", "--fixed", "--no-probe", *flags, model=model)
+    assert "this run: found enough" in result.stderr, result.output
+    plan, sampling = seen["pair"].plan, seen["sampling"]
+    assert {name: getattr(sampling, name) for name, _ in SAMPLING.values()} == dict(SAMPLING.values())
+    assert (sampling.stop, seen["adaptive"], seen["tokens"]) == (("blue",), False, 4)
+    assert seen["prompt"] == seen["pair"].tokenizer.encode("red")
+    assert (plan.requested, plan.block_size, plan.block_size_from) == ("full-model", 3, "--draft-block-size")
+    assert (plan.kv_bits, plan.kv_group_size, plan.prefill_step) == (8, 32, 7)
+    assert (plan.exactness_asked, plan.exactness) == ("lossy", None) and "probe was skipped" in plan.reason
+    for side in (seen["pair"].target, seen["pair"].drafter):
+        assert {str(value.dtype) for _, value in tree_flatten(side.model.parameters())} == {"mlx.core.float16"}
+    assert seen["pair"].token_limit == len(seen["pair"].tokenizer) < 340  # the rest of the table is padding
+
+
+@pytest.mark.parametrize(
+    ("flags", "method", "block", "law"),
+    [
+        (["--draft-kind", "prompt-lookup"], "prompt-lookup", 8, "greedy"),
+        (["--draft-kind", "prompt-lookup", "--draft-block-size", "3"], "prompt-lookup", 3, "greedy"),
+        (["--draft-model", "SELF"], "full-model", 4, "greedy"),
+        (["--draft-model", "SELF", "--spec-config", '{"num_speculative_tokens": 5}'], "full-model", 6, "greedy"),
+        (["--draft-model", "SELF", "--temp", "1", "--seed", "2"], "full-model", 4, "coupled"),
+        (["--draft-model", "SELF", "--temp", "1", "--acceptance", "rejection"], "full-model", 4, "rejection"),
+    ],
+)
+def test_what_was_asked_for_is_what_drafts(run, target, flags, method, block, law):
+    """Each mode shows in the settings of the reply and in its counters."""
+    flags = [str(target) if flag == "SELF" else flag for flag in flags]
+    ids = ",".join(["9,8,7,6,5"] * 5)
+    out = json.loads(run("--prompt-ids", ids, "-n", "24", "--json", "--fixed", "--ignore-eos", *flags).stdout)
+    told, counted = out["speculation"], out["timings"]
+    assert (told["method"], told["block_size"], told["law"]) == (method, block, law)
+    assert (told["requested"], counted["draft_kind"], told["active"]) == (method, method, True)
+    assert counted["draft_n"] > 0 and 0 < len(told["proposed_by_position"]) <= block - 1
+    if method == "full-model":
+        assert counted["draft_n_accepted"] == counted["draft_n"] and len(told["proposed_by_position"]) == block - 1
+
+
+# -- why there are no drafts (report 187) ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "active", "reason"),
+    [
+        ([], False, "no drafter was asked for"),
+        (["--draft-kind", "none"], False, "no drafter was asked for"),
+        (["--draft-kind", "prompt-lookup", "--draft-block-size", "1"], False, "block size 1 turns drafting off"),
+        (["--draft-kind", "prompt-lookup", "--no-probe"], True, "exactness unproven: the probe was skipped"),
+        (["--draft-kind", "prompt-lookup", "--temp", "1"], True, "exactness bitwise at L=8 (probed)"),
+    ],
+)
+def test_every_state_is_readable_per_pair_and_per_reply(run, tmp_path, flags, active, reason):
+    result = run("--prompt-ids", "5", "--json", *flags, MLX_SPEC_CACHE_DIR=str(tmp_path))
+    told = json.loads(result.stdout)["speculation"]
+    assert (told["active"], told["reason"]) == (active, reason)
+    assert f"speculation={'on' if active else 'off'}" in result.stderr and f"reason={reason!r}" in result.stderr
