@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from gemma4_oracles.ours import open_ref
 
+from mlx_spec.api import generate
+from mlx_spec.checkpoint import tensor_index
+from mlx_spec.pair import load
 from mlx_spec.registry import Register, Registry
 from mlx_spec_gemma4 import plugin
 
@@ -43,6 +47,47 @@ def test_an_assistant_is_recognised_from_its_directory(
         320,
     )
     assert registry.drafter_for(target) is None
+
+
+@pytest.mark.parametrize(
+    ("declared", "asked", "block", "source", "note"),
+    [
+        (8, None, 8, "drafter", ""),
+        (..., None, 4, "default", ""),
+        (8, 5, 5, "operator", ""),
+        (8, 12, 12, "operator", "block size L=12 from operator is wider than the L=8 the drafter declares"),
+    ],
+)
+def test_the_declared_block_size_is_the_one_that_runs(
+    edited: Any, declared: Any, asked: int | None, block: int, source: str, note: str
+) -> None:
+    target, drafter = edited("E", drafter={"block_size": declared})
+    pair = load(str(target), str(drafter), block_size=asked, probe=False)
+    assert (pair.plan.block_size, pair.plan.block_size_from) == (block, source)
+    assert f"block_size={block} block_size_from={source}" in pair.plan.line()
+    assert [text.split(";")[0] for text in pair.plan.notes] == ([note] if note else [])
+    out = generate(pair, [9, 8, 7], None, 40, ignore_eos=True, adaptive=False)
+    assert out.speculation.block_size == block
+    assert len(out.speculation.proposed_by_position) == block - 1
+
+
+def test_an_assistant_adds_its_weights_and_no_more(pair_dirs: Any, request: pytest.FixtureRequest) -> None:
+    target, drafter = pair_dirs("E", seed=6)
+    weights = sum(info.nbytes for info in tensor_index(drafter).values())
+
+    def active() -> int:
+        gc.collect()
+        return mx.get_active_memory()
+
+    limit = mx.set_cache_limit(0)  # a buffer that is used again may be larger than what is put into it
+    request.addfinalizer(lambda: mx.set_cache_limit(limit))
+    start = active()
+    alone = load(str(target))
+    one = active()
+    pair = load(str(target), str(drafter))  # with a probe, which must leave nothing either
+    both = active()
+    assert pair.plan.active and alone.drafter is None
+    assert weights <= both - one - (one - start) <= 1.1 * weights
 
 
 def test_the_hooks_load_a_pair_that_runs(pair_dirs: Any) -> None:
