@@ -6,6 +6,7 @@
 
 constexpr int FUSED_ROWS = 8;         // up to here weights are decoded into registers, above into a panel
 constexpr int64_t PANEL = 48 * 1024;  // floats of a decoded panel: it should stay in the second-level cache
+constexpr int64_t SHORT_ROW = 2048;   // bytes of a row that ends before the hardware has learnt to fetch ahead
 
 template <Type type>
 struct Dense {
@@ -76,9 +77,13 @@ static void packed_tile(const Product& p, int64_t m, int64_t n, const float* sca
     codes[j] = static_cast<const uint8_t*>(p.w.data) + column * p.w.row_bytes;
   }
   const int size = p.w.group;
-  const int64_t groups = p.K / size, group_bytes = int64_t(size) * bits / 8;
+  const int64_t groups = p.K / size, group_bytes = int64_t(size) * bits / 8, ahead = NR * p.w.row_bytes;
+  const bool near = p.w.row_bytes <= SHORT_ROW;
   for (int64_t g = 0; g < groups; g++) {
     typename D::Group group[NR];
+    if (near) {
+      for (int j = 0; j < NR; j++) __builtin_prefetch(codes[j] + ahead, 0, 2);
+    }
 #pragma GCC unroll 8
     for (int j = 0; j < NR; j++) {
       group[j] = D::group(codes[j], scales[j * groups + g], biases[j * groups + g], size);

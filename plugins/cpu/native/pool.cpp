@@ -19,7 +19,7 @@
 namespace spec {
 namespace {
 
-constexpr auto LINGER = std::chrono::microseconds(40);  // a wake-up costs about as much
+constexpr auto LINGER = std::chrono::microseconds(80);  // a wake-up costs about as much
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -27,6 +27,15 @@ inline void relax() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// Waits a moment without sleeping; whether it was enough has to be looked at again.
+template <class Ready>
+void linger(Ready&& ready) {
+  const auto until = std::chrono::steady_clock::now() + LINGER;
+  while (!ready() && std::chrono::steady_clock::now() < until) {
+    for (int i = 0; i < 16; i++) relax();
+  }
 }
 
 class Pool {
@@ -65,9 +74,14 @@ class Pool {
       wake_.notify_all();
     }
     take();
+    auto left = [this] { return inside_.load(std::memory_order_acquire) == 0; };
+    {
+      std::lock_guard lock(mutex_);
+      open_ = false;
+    }
+    linger(left);  // the others are in their last task
     std::unique_lock lock(mutex_);
-    open_ = false;
-    done_.wait(lock, [this] { return inside_ == 0; });
+    done_.wait(lock, left);
   }
 
  private:
@@ -78,20 +92,19 @@ class Pool {
   void work() {
     uint64_t seen = 0;
     for (;;) {
-      auto until = std::chrono::steady_clock::now() + LINGER;
-      while (version_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < until) {
-        for (int i = 0; i < 16; i++) relax();
-      }
+      linger([&] { return version_.load(std::memory_order_acquire) != seen; });
       std::unique_lock lock(mutex_);
       wake_.wait(lock, [&] { return version_.load(std::memory_order_relaxed) != seen; });
       seen = version_.load(std::memory_order_relaxed);
       if (stop_) return;
       if (!open_) continue;
-      inside_++;
+      inside_.fetch_add(1, std::memory_order_relaxed);
       lock.unlock();
       take();
-      lock.lock();
-      if (--inside_ == 0) done_.notify_one();
+      if (inside_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        lock.lock();  // whoever waits has either seen the zero or sleeps
+        done_.notify_one();
+      }
     }
   }
 
@@ -100,10 +113,10 @@ class Pool {
   std::condition_variable wake_, done_;
   std::atomic<uint64_t> version_{0};
   std::atomic<int64_t> next_{0};
+  std::atomic<int> inside_{0};
   void (*task_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
   int64_t count_ = 0;
-  int inside_ = 0;
   bool open_ = false, stop_ = false;
   std::vector<std::thread> workers_;
 };

@@ -123,5 +123,5 @@ struct Fp4 {
 };
 
 // Rows times columns of the register tile, by rows; what a tile of many rows has.
-constexpr int tile_columns(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 4 : 2; }
+constexpr int tile_columns(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 4 : 3; }
 constexpr int BLOCK_ROWS = 6, BLOCK_COLUMNS = 4;
