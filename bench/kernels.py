@@ -38,9 +38,15 @@ def main() -> int:
     figures: dict[str, Any] = {"kernels": native.kernels(), "threads": native.threads(), "layers": [], "prefill": []}
     for size in SIZES[: 1 if options.quick else None]:
         for layout in LAYOUTS:
-            figures["layers"] += layer(native, layout, size, ROWS, options, rates)
-    figures["prefill"] = layer(native, "4 bit", SIZES[0], (64, 512), options, rates)
-    figures["rates"] = rates
+            figures["layers"] += layer(native, layout, size, ROWS, options)
+    figures["prefill"] = layer(native, "4 bit", SIZES[0], (64, 512), options)
+    again = measure_rates(native)
+    figures["rates"] = {name: max(value, again[name]) for name, value in rates.items()}
+    for row in (*figures["layers"], *figures["prefill"]):
+        row["limit_ms"] = 1e3 * max(
+            row["bytes"] / figures["rates"]["read"], row["macs"] / figures["rates"]["multiply_add"]
+        )
+        row["to_limit"] = row["ms"] / row["limit_ms"]
     figures["missed"] = [row for row in figures["layers"] if "bit" in row["layout"] and row["to_limit"] > GOAL]
     show(figures)
     finish("kernels", options, figures)
@@ -52,9 +58,7 @@ def measure_rates(native: Any) -> dict[str, float]:
     return {"read": native.read_rate(256), "multiply_add": native.multiply_add_rate()}
 
 
-def layer(
-    native: Any, layout: str, size: tuple[int, int], rows: Sequence[int], options: Any, rates: dict[str, float]
-) -> list[dict[str, Any]]:
+def layer(native: Any, layout: str, size: tuple[int, int], rows: Sequence[int], options: Any) -> list[dict[str, Any]]:
     """One layer over several numbers of rows."""
     mode, bits, group = LAYOUTS[layout]
     N, K = size
@@ -70,9 +74,8 @@ def layer(
         few = copies[: max(1, len(copies) // 16)]
         theirs = None if options.quick or M > 8 else timer(lambda given, x=x: stock(x, given, group, bits), few)
         seconds, stock_seconds = in_turns(ours, theirs, options.runs)
-        limit = max(size_of_one / rates["read"], M * N * K / rates["multiply_add"])
-        row = {"layout": layout, "size": [N, K], "rows": M, "ms": 1e3 * seconds, "limit_ms": 1e3 * limit}
-        row |= {"to_limit": seconds / limit, "mlx_ms": stock_seconds and 1e3 * stock_seconds}
+        row = {"layout": layout, "size": [N, K], "rows": M, "bytes": size_of_one, "macs": M * N * K}
+        row |= {"ms": 1e3 * seconds, "mlx_ms": stock_seconds and 1e3 * stock_seconds}
         found.append(row)
     return found
 
