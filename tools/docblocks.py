@@ -268,6 +268,7 @@ def _class(cls: type, name: str) -> str:
     attributes = [
         (f"`{f.name}`", "" if f.default is MISSING and f.default_factory is MISSING else f"`{_default(f)}`")
         for f in (fields(cls) if hasattr(cls, "__dataclass_fields__") else ())
+        if not f.name.startswith("_")
     ]
     if attributes and "Attributes:" not in _own_doc(cls):
         parts.append(table(("field", "default"), attributes))

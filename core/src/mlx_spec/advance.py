@@ -142,7 +142,7 @@ class Advancer:
     def _change_company(self) -> None:
         if self._arrivals:
             present = [self.lane] if self.lane is not None else []
-            self.lane = join_lanes([*present, *(single_lane(self.pair, work) for work in self._arrivals)])
+            self.lane = join_lanes(self.pair, [*present, *(single_lane(self.pair, work) for work in self._arrivals)])
             self._arrivals, self._fresh_company = [], True
         if self.pair.costs is not None and self.lane is not None:
             for row in self._lane_rows():
@@ -318,7 +318,7 @@ class Advancer:
         drafter, lane = self.pair.drafter, self.lane
         if drafter is not None and lane is not None and lane.draft_state is not None:
             try:
-                reasons = drafter.explain(lane.draft_state)
+                reasons = [str(reason or "") for reason in drafter.explain(lane.draft_state)]
             except Exception as exc:  # foreign code: costs an explanation only
                 log.debug("drafter explain raised", exc_info=True)
                 reasons = [f"drafter explain raised {type(exc).__name__}: {exc}"] * len(rows)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .engine import Engine
 from .errors import UsageError
+from .intake import prompt_ids
 from .pair import Pair, load
 from .request import Event, Request, Result
 from .sampling import Sampling
@@ -16,7 +17,7 @@ __all__ = ["encode", "generate", "load", "stream"]
 def encode(pair: Pair, prompt: str | Sequence[int]) -> list[int]:
     """Token ids of a prompt: text goes through the pair's tokenizer, ids pass unchanged."""
     if not isinstance(prompt, str):
-        return [int(t) if hasattr(t, "__index__") and not isinstance(t, bool) else t for t in prompt]
+        return prompt_ids(prompt)  # type: ignore[return-value]  # Engine.submit checks every one
     if pair.tokenizer is None:
         raise UsageError(
             "prompt",
@@ -38,21 +39,9 @@ def _request(
     speculative: bool,
     block_size: int | None,
 ) -> Request:
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
-        raise UsageError(
-            "max_tokens",
-            found=repr(max_tokens),
-            expected="an integer of at least 0",
-            next_step="Give a length",
-            code="U15",
-        )
-    if block_size is not None:
-        from .width import check_block_size
-
-        block_size = check_block_size(block_size, "block_size")
     return Request(
         prompt=encode(pair, prompt),
-        sampling=sampling or Sampling(),
+        sampling=Sampling() if sampling is None else sampling,
         max_tokens=max_tokens,
         ignore_eos=ignore_eos,
         adaptive=adaptive,
@@ -99,6 +88,9 @@ def stream(
     speculative: bool = True,
     block_size: int | None = None,
 ) -> Iterator[Event]:
-    """The same reply as events, each sent only after its round is committed."""
+    """The same reply as events, each sent only after its round is committed.
+
+    What cannot be used is refused when this is called, not with the first event.
+    """
     request = _request(pair, prompt, sampling, max_tokens, ignore_eos, adaptive, speculative, block_size)
-    yield from Engine(pair, max_rows=1).submit(request)
+    return iter(Engine(pair, max_rows=1).submit(request))

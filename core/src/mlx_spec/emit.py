@@ -27,9 +27,6 @@ def settle_row(row: Row, result: RowResult) -> Emission:
     Text lags behind tokens while a stop string or a UTF-8 sequence is open. A stop id is part of the
     tokens but not of the text; text is cut before a stop string, tokens after the one completing it.
     """
-    if result.error:
-        row.finish_reason, row.error, row.announced = "error", result.error, True
-        return Emission((), Event(row.request.id, [], _flush(row), "error", None, result.error))
     verdict = cut(result.tokens[: result.accepted + 1], row.stop_ids, row.remaining)
     tokens, reason = verdict.tokens, verdict.reason
     text = ""
@@ -42,12 +39,14 @@ def settle_row(row: Row, result: RowResult) -> Emission:
     row.remaining -= len(tokens)
     if not reason and row.remaining <= 0:
         reason = "length"
+    if not reason and result.error:  # as plain decoding would: what stands before the failing position is there
+        reason, row.error = "error", result.error
     if reason:
         row.finish_reason, row.announced = reason, True
         text += _flush(row)
     logprobs = _logprobs(row, result, len(tokens))
     row.reply_text += text
-    return Emission(tokens, Event(row.request.id, list(tokens), text, row.finish_reason, logprobs))
+    return Emission(tokens, Event(row.request.id, list(tokens), text, row.finish_reason, logprobs, row.error))
 
 
 def _flush(row: Row) -> str:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from .advance import Advancer
 from .errors import SpecError
+from .intake import check_request, check_rows
 from .prefill import Prefill
-from .request import Event, Request, Result, Row, check_prompt, next_id
+from .request import Event, Request, Result, Row, next_id
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Engine:
 
     def __init__(self, pair: Pair, max_rows: int = 8):
         self.pair = pair
-        self.max_rows = max_rows
+        self.max_rows = check_rows(max_rows)
         self._waiting: deque[Handle] = deque()
         self._handles: dict[int, Handle] = {}  # of every request that is not finished
         self._cancelled: deque[int] = deque()  # ids, until the next step
@@ -98,19 +99,18 @@ class Engine:
         self._door = threading.Lock()  # ids are handed out one at a time
 
     def submit(self, request: Request) -> Handle:
-        """Queue a request; raises UsageError at once when it can never be served."""
-        target = self.pair.target
-        limit = self.pair.token_limit or target.vocab_size
-        request.prompt = check_prompt(request.prompt, limit, target.context)
-        target.check_prompt(request.prompt)
-        request.sampling.check_ids(target.vocab_size)
+        """Queue a request; raises UsageError when it can never be served, and queues nothing then.
+
+        The handle's `request` is a checked copy, with an id of its own when the same one is being served already.
+        """
+        request = check_request(request, self.pair)
         if request.sampling.processors:
             from .processors import evaluate_held
 
             evaluate_held(request.sampling.processors)
         handle = Handle(self, request)
         with self._door:
-            if request.id in self._handles:  # the same object again while the first is being served
+            if request.id in self._handles:
                 handle.request = request = replace(request, id=next_id())
             self._handles[request.id] = handle
             self._waiting.append(handle)

@@ -18,6 +18,24 @@ if TYPE_CHECKING:
 DrawFn = Callable[["mx.array", int], "tuple[mx.array, mx.array | None]"]
 
 
+def _core_only(name: str) -> Callable[..., None]:
+    def refuse(self: Committed, *args: object) -> None:
+        raise TypeError(f"committed tokens are read, not changed: {name} belongs to core")
+
+    return refuse
+
+
+class Committed(list[int]):
+    """Prompt and reply of one row, to be read: methods of a list that change it raise TypeError."""
+
+    append = extend = insert = remove = clear = sort = reverse = _core_only("changing them")  # type: ignore[assignment]
+    pop = __setitem__ = __delitem__ = __iadd__ = __imul__ = _core_only("changing them")  # type: ignore[assignment]
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Core only: lengthen the reply."""
+        list.extend(self, tokens)
+
+
 class Lane:
     """B requests advanced together, one round at a time.
 
@@ -25,7 +43,7 @@ class Lane:
         target, drafter: the pair this lane runs on (drafter None: plain decoding).
         states: the target's state, `lengths[b]` committed positions per row, anchor not included.
         draft_state: the drafter's per-request state for the same rows.
-        tokens: per row, prompt + reply so far as ints; the last one is the anchor.
+        tokens: per row, prompt + reply so far as ints, to be read only; the last one is the anchor.
         anchors: (B,) int32.
         fresh: taps of committed rows since the last propose, oldest first, one block per forward; with history
             "last" only the newest. A prompt goes to `Drafter.prime`, its last row alone comes here as well.

@@ -24,6 +24,7 @@ from .settings import get_settings
 from .types import LEVELS, ExactnessReport, ModelRef
 
 if TYPE_CHECKING:
+    from .draft_state import DraftState
     from .models import Drafter, Target
     from .tokenizer import Tokenizer
 
@@ -93,6 +94,8 @@ class Pair:
     drafter_owner: str = "core"
     costs: Any = None
     device: Device = field(default_factory=Device, repr=False, compare=False)
+    _blank: DraftState | None = field(default=None, init=False, repr=False, compare=False)  # see membership
+    _said: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # faults that were logged
 
     @property
     def key(self) -> str:

@@ -11,6 +11,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from .membership import new_draft_state
+from .rounds import DraftFault
 from .types import TapBlock
 
 if TYPE_CHECKING:
@@ -31,9 +33,11 @@ class Prefill:
         self.pair, self.row = pair, row
         self.states = pair.target.make_states(plan.kv_bits, plan.kv_group_size)
         self.drafter = pair.drafter if plan.active and row.drafting else None
-        self.draft_state: DraftState | None = (
-            pair.drafter.make_state() if pair.drafter is not None and plan.active else None
-        )
+        self.draft_state: DraftState | None = None
+        try:
+            self.draft_state = new_draft_state(pair)
+        except DraftFault as fault:
+            self._give_up(str(fault))
         self.fresh: list[TapBlock] = []
         self.done = 0
         self._total = row.prompt_length - 1
@@ -47,8 +51,7 @@ class Prefill:
         if size > 0:
             tokens = mx.array([self.row.tokens[self.done : self.done + size]], dtype=mx.int32)
             self._prime(tokens, self._forward(tokens))
-            held = self.draft_state.arrays() if self.draft_state is not None else []
-            mx.eval(self.states.arrays(), held, *(b.taps for b in self.fresh))
+            mx.eval(self.states.arrays())
             mx.clear_cache()
             self.done += size
         self.row.timings.prompt_ms += (time.perf_counter() - started) * 1e3
@@ -64,15 +67,26 @@ class Prefill:
 
     def _prime(self, tokens: mx.array, taps: dict[str, mx.array]) -> None:
         """Show the chunk to the drafter; the last row stays for the first propose."""
+        import mlx.core as mx
+
         if self.drafter is None or self.draft_state is None:
             return
         try:
             self.drafter.prime(self.draft_state, tokens, taps, self.done)
+            if self.drafter.capabilities.history != "none" and taps:
+                self.fresh = [TapBlock({name: value[:, -1:] for name, value in taps.items()}, [1])]
+            mx.eval(self.states.arrays(), self.draft_state.arrays(), *(b.taps for b in self.fresh))
         except Exception as exc:  # foreign code: costs acceptance only
             log.debug("drafter prime raised", exc_info=True)
-            self.row.stop_drafting(f"drafter prime raised {type(exc).__name__}: {exc}")
+            self._give_up(f"drafter prime raised {type(exc).__name__}: {exc}")
+
+    def _give_up(self, reason: str) -> None:
+        """Go on without the drafter, and without a state of which nobody knows what it holds."""
+        self.drafter, self.fresh, self.draft_state = None, [], None
+        if not self.row.drafting:
+            return  # it was not going to draft
+        self.row.stop_drafting(reason)
+        kind = reason.partition(":")[0]
+        if kind not in self.pair._said:
+            self.pair._said.add(kind)
             log.warning("%s", self.row.report.reason)
-            self.drafter, self.fresh = None, []
-            return
-        if self.drafter.capabilities.history != "none" and taps:
-            self.fresh = [TapBlock({name: value[:, -1:] for name, value in taps.items()}, [1])]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .errors import UsageError
+from .lane import Committed
 from .types import RoundRecord
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Row:
         self.remaining = remaining
         self.seed = request.sampling.noise_seed()
         self.prompt_length = len(request.prompt)
-        self.tokens: list[int] = [int(t) for t in request.prompt]
+        self.tokens = Committed(int(t) for t in request.prompt)
         self.reply_text = ""
         self.logprobs: list[TokenLogprob] | None = [] if request.sampling.logprobs is not None else None
         self.rounds: list[RoundRecord] = []
@@ -246,36 +246,3 @@ class Row:
             logprobs=self.logprobs,
             error=self.error,
         )
-
-
-def check_prompt(prompt: Sequence[int], vocab_size: int, context: int) -> list[int]:
-    """Token ids as ints, or a UsageError naming the first bad one."""
-    if len(prompt) == 0:
-        raise UsageError(
-            "prompt", found="no tokens", expected="at least one token", next_step="Give a prompt", code="U10"
-        )
-    ids: list[int] = []
-    for i, token in enumerate(prompt):
-        if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise UsageError(
-                f"prompt token {i}", found=repr(token), expected="an integer id", next_step="Give token ids", code="U11"
-            )
-        value = int(token)
-        if not 0 <= value < vocab_size:
-            raise UsageError(
-                f"prompt token {i}",
-                found=value,
-                expected=f"0 to {vocab_size - 1}",
-                next_step="Encode the prompt with this model's tokenizer",
-                code="U12",
-            )
-        ids.append(value)
-    if len(ids) >= context:
-        raise UsageError(
-            "prompt length",
-            found=f"{len(ids)} tokens",
-            expected=f"at most {context - 1} (context {context}, one position for the reply)",
-            next_step="Shorten the prompt",
-            code="U13",
-        )
-    return ids

@@ -89,8 +89,10 @@ def checked_draft(draft: Draft | None, lane: Lane, budget: Sequence[int]) -> Dra
 
 def propose(lane: Lane, hooks: RoundHooks, budget: Sequence[int], draw: Any) -> Draft:
     """Ask the drafter; raises DraftFault for everything it may do wrong, with the target untouched."""
+    import mlx.core as mx
+
     before = lane.states.mark()
-    anchors, held = lane.anchors, [len(tokens) for tokens in lane.tokens]
+    anchors, rows = lane.anchors, list(lane.tokens)
     lane.bind_draw(draw)
     try:
         draft = checked_draft(hooks.propose(lane=lane, budget=budget), lane, budget)
@@ -101,10 +103,10 @@ def propose(lane: Lane, hooks: RoundHooks, budget: Sequence[int], draw: Any) -> 
         raise DraftFault(f"drafter raised {type(exc).__name__}: {exc}") from exc
     finally:
         lane.bind_draw(None)
-        meddled = lane.anchors is not anchors or held != [len(tokens) for tokens in lane.tokens]
-        lane.anchors = anchors
-        for tokens, length in zip(lane.tokens, held, strict=True):
-            del tokens[length:]
+        same = len(lane.tokens) == len(rows) and all(a is b for a, b in zip(lane.tokens, rows, strict=True))
+        meddled = lane.anchors is not anchors or not same
+        lane.tokens = rows
+        lane.anchors = mx.array([tokens[-1] for tokens in rows], dtype=mx.int32)  # arrays can be written in place
     if meddled:
         raise DraftFault("drafter changed the lane's tokens or anchors")
     if lane.states.lengths != before.lengths:
@@ -139,7 +141,7 @@ def commit(lane: Lane, keep: Sequence[int], tokens: Sequence[Sequence[int]], tap
     import mlx.core as mx
 
     for held, new in zip(lane.tokens, tokens, strict=True):
-        held.extend(new)
+        list.extend(held, new)  # past the guard that keeps drafters out
     lane.anchors = mx.array([held[-1] for held in lane.tokens], dtype=mx.int32)
     history = lane.drafter.capabilities.history if lane.drafter is not None else "none"
     if history == "none" or not taps:

@@ -1,0 +1,146 @@
+"""Every field of a request, checked before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .errors import UsageError
+from .request import Request
+from .sampling import Sampling
+from .width import check_block_size
+
+if TYPE_CHECKING:
+    from .pair import Pair
+
+
+def check_request(request: Request, pair: Pair) -> Request:
+    """A copy whose fields `pair` can serve; UsageError names the first one that it cannot."""
+    _check_type("request", request, Request)
+    _check_type("sampling", request.sampling, Sampling)
+    _check_type("id", request.id, int)
+    for switch in ("ignore_eos", "adaptive", "speculative"):
+        _check_type(switch, getattr(request, switch), bool)
+    target, block_size = pair.target, request.block_size
+    ids = check_prompt(request.prompt, pair.token_limit or target.vocab_size, target.context)
+    target.check_prompt(ids)
+    _check_sampling(request.sampling, pair)
+    return replace(
+        request,
+        prompt=ids,
+        max_tokens=_whole(request.max_tokens),
+        block_size=None if block_size is None else check_block_size(block_size, "block_size"),
+    )
+
+
+def _check_type(what: str, value: object, kind: type) -> None:
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return
+    raise UsageError(
+        what,
+        found=f"{type(value).__name__} {_shown(value)}",
+        expected="True or False" if kind is bool else f"a value of type {kind.__name__}",
+        next_step=f"Correct {what}",
+        code="U29",
+    )
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or (number := int(value)) < 0:  # type: ignore[call-overload]
+        raise UsageError(
+            "max_tokens",
+            found=_shown(value),
+            expected="an integer of at least 0",
+            next_step="Give a length",
+            code="U15",
+        )
+    return number
+
+
+def _check_sampling(sampling: Sampling, pair: Pair) -> None:
+    sampling.check_ids(pair.target.vocab_size)
+    if sampling.stop and pair.tokenizer is None:
+        raise UsageError(
+            "stop",
+            found="strings, and a target without a tokenizer",
+            expected="token ids",
+            next_step="Give stop_ids, or add tokenizer.json to the target's directory",
+            code="U36",
+        )
+
+
+def prompt_ids(prompt: object) -> list[object]:
+    """The items of a prompt that is no text: a list, a range or a one-dimensional array; else UsageError."""
+    try:
+        if isinstance(prompt, (str, bytes, Mapping, set, frozenset)) or not isinstance(prompt, Iterable):
+            raise TypeError
+        items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        return list(items)
+    except TypeError:
+        raise UsageError(
+            "prompt",
+            found=f"{type(prompt).__name__} {_shown(prompt)}",
+            expected="a list of token ids",
+            next_step="Encode text with the tokenizer of the pair",
+            code="U38",
+        ) from None
+
+
+def check_prompt(prompt: object, vocab_size: int, context: int) -> list[int]:
+    """Token ids as ints, or a UsageError naming the first bad one."""
+    items = prompt_ids(prompt)
+    if not items:
+        raise UsageError(
+            "prompt", found="no tokens", expected="at least one token", next_step="Give a prompt", code="U10"
+        )
+    ids: list[int] = []
+    for i, token in enumerate(items):
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise UsageError(
+                f"prompt token {i}",
+                found=_shown(token),
+                expected="an integer id",
+                next_step="Give token ids",
+                code="U11",
+            )
+        value = int(token)  # type: ignore[call-overload]
+        if not 0 <= value < vocab_size:
+            raise UsageError(
+                f"prompt token {i}",
+                found=value,
+                expected=f"0 to {vocab_size - 1}",
+                next_step="Encode the prompt with this model's tokenizer",
+                code="U12",
+            )
+        ids.append(value)
+    if len(ids) >= context:
+        raise UsageError(
+            "prompt length",
+            found=f"{len(ids)} tokens",
+            expected=f"at most {context - 1} (context {context}, one position for the reply)",
+            next_step="Shorten the prompt",
+            code="U13",
+        )
+    return ids
+
+
+def check_rows(max_rows: object) -> int:
+    """`max_rows` of an engine, at least 1."""
+    if isinstance(max_rows, int) and not isinstance(max_rows, bool) and max_rows >= 1:
+        return max_rows
+    raise UsageError(
+        "max_rows",
+        found=_shown(max_rows),
+        expected="an integer of at least 1",
+        next_step="Give the number of requests served at once",
+        code="U37",
+    )
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # somebody else's __repr__
+        text = "something that cannot be shown"
+    return text if len(text) <= 60 else text[:57] + "..."
