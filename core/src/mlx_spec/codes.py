@@ -86,6 +86,7 @@ CODES = _table(
     ("U36", "Stop strings for a target without a tokenizer", "request", "intake"),
     ("U37", "An engine for less than one request", "request", "intake"),
     ("U38", "A prompt that is neither text nor a list of token ids", "request", "intake"),
+    ("U39", "Quantised K/V for a target that keeps none", "request", "pair"),
     ("U40", "A probe of a pair that has no drafter in use", "request", "cli/probe"),
     ("U50", "An option or argument with a value of the wrong type or out of range", "request", "cli/usage"),
     ("U51", "An argument or a value that is missing, or a switch with a value", "request", "cli/usage"),
@@ -178,4 +179,5 @@ CODES = _table(
     ("R31", "A benchmark of drafting on a pair that does not draft", "choose", "cli/bench"),
     # -- exactness --------------------------------------------------------------------------------------
     ("X00", "An exactness level that is not reached", "choose", "errors"),
+    ("X01", "A pair that is less exact than was demanded", "choose", "pair"),
 )  # fmt: skip

@@ -84,12 +84,16 @@ class Handle:
 class Engine:
     """One pair, one lane of up to `max_rows` requests, a queue in front of it.
 
-    All methods may be called from any thread. Engines that share a pair take turns, step by step.
+    On a target without the capability `batch` the lane has one row, and the queue does the rest. All methods may
+    be called from any thread. Engines that share a pair take turns, step by step.
     """
 
     def __init__(self, pair: Pair, max_rows: int = 8):
         self.pair = pair
         self.max_rows = check_rows(max_rows)
+        if max_rows > 1 and not pair.target.capabilities.batch:
+            log.info("%s serves one request at a time: max_rows %d is 1", pair.target.model_type, max_rows)
+            self.max_rows = 1
         self._waiting: deque[Handle] = deque()
         self._handles: dict[int, Handle] = {}  # of every request that is not finished
         self._cancelled: deque[int] = deque()  # ids, until the next step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -162,7 +163,8 @@ class GenericTarget(Target):
     def _read_capabilities(self) -> Capabilities:
         from .state import WindowState
 
-        return Capabilities(window=any(isinstance(s, WindowState) for s in self.make_states()))
+        windows = any(isinstance(s, WindowState) for s in self.make_states())
+        return replace(self.capabilities, window=windows)  # the other flags are a subclass's to declare
 
     def _need(self, key: str) -> int:
         value = self._config.get(key)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .device import Device
-from .errors import Finding
+from .errors import ExactnessError, Finding, UsageError
 from .kernels import KernelUse, use_kernels
 from .loading import (
     DRAFTER_FLAG,
@@ -21,7 +21,7 @@ from .loading import (
     validate_pair,
 )
 from .settings import get_settings
-from .types import LEVELS, ExactnessReport, ModelRef
+from .types import LEVELS, ExactnessReport, Level, ModelRef
 
 if TYPE_CHECKING:
     from .draft_state import DraftState
@@ -63,6 +63,18 @@ class Plan:
     def level(self) -> str:
         """Exactness level in force: the probe's, or "unproven"."""
         return self.exactness.level if self.exactness is not None else "unproven"
+
+    def demand(self, level: Level) -> None:
+        """Raise ExactnessError unless replies are proven at least this exact; plain decoding always is."""
+        if not self.active or LEVELS.index(self.level) >= LEVELS.index(level):
+            return
+        raise ExactnessError(
+            "exactness",
+            found=f"{self.level} at L={self.block_size} ({self.reason})",
+            expected=f"at least {level}",
+            next_step=f"Load the pair with exactness={level!r}, which narrows the block or decodes plainly",
+            code="X01",
+        )
 
     def line(self) -> str:
         """The start line: one line of key=value pairs."""
@@ -190,8 +202,6 @@ def _cast(model: Target | Drafter, dtype: str | None) -> None:
         return
     import mlx.core as mx
 
-    from .errors import UsageError
-
     names = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
     if dtype not in names:
         raise UsageError(
@@ -212,6 +222,14 @@ def _check_quantised(bits: int | None, group_size: int, target: Target | None = 
     if target is not None:
         import mlx.core as mx
 
+        if not target.capabilities.quantised_kv:
+            raise UsageError(
+                "kv_bits",
+                found=f"{bits} for a target ({target.model_type}) that keeps no quantised K/V",
+                expected="none",
+                next_step="Leave it out",
+                code="U39",
+            )
         # The shapes of one step show it: nothing is computed.
         target.forward(mx.array([[0]], dtype=mx.int32), target.make_states(bits, group_size))
 

@@ -41,6 +41,8 @@ class Prefill:
         self.fresh: list[TapBlock] = []
         self.done = 0
         self._total = row.prompt_length - 1
+        if self.drafter is not None and row.sampling.law != "greedy" and not self.drafter.capabilities.sampling:
+            self._give_up(f"{self.drafter.kind} drafts for greedy requests only")
 
     def chunk(self) -> bool:
         """Process the next chunk; True when the row can join."""

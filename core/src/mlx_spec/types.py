@@ -40,8 +40,8 @@ class ModelRef:
 class Capabilities:
     """What a target or drafter can do. The engine reads these flags, never names."""
 
-    batch: bool = True  # more than one row per lane
-    sampling: bool = True  # can name the distribution it drafts from (drafter) / be sampled (target)
+    batch: bool = True  # more than one row per lane; a target without it serves one request at a time
+    sampling: bool = True  # drafts for sampled requests too (drafter); without it only greedy ones draft
     tree: bool = False  # drafts may branch; reserved, the engine verifies chains
     quantised_kv: bool = True  # works over (target) or reads (drafter) a quantised K/V state
     media: bool = False  # takes images, audio or video; reserved, the engine serves text
