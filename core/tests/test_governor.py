@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from itertools import pairwise
 
 import pytest
@@ -10,14 +11,27 @@ import pytest
 from mlx_spec.acceptance import AcceptanceEstimate
 from mlx_spec.costs import CostModel
 from mlx_spec.governor import FixedGovernor, Governor, choose_together
-from mlx_spec.pilot import FIRST_WAIT, HOPELESS_WAIT, LONGEST_SPAN, LONGEST_WAIT, PLAIN_FIRST
+from mlx_spec.pilot import FIRST_WAIT, HOPELESS_WAIT, LONGEST_SPAN, LONGEST_WAIT, PLAIN_FIRST, SOONEST
 
 
 def model(costs: dict[int, float]) -> CostModel:
-    """Saved costs in plain steps, one plain step taking 10 ms."""
+    """Saved costs in plain steps, one plain step taking 10 ms; not so old that they are doubted."""
     made = CostModel()
     made._saved = {1: {0: 0.01} | {k: 0.01 * steps for k, steps in costs.items()}}
+    made.for_batch(1).untimed = 0.0
     return made
+
+
+@pytest.mark.parametrize(("waited", "wait"), [(0.0, HOPELESS_WAIT), (100.0, HOPELESS_WAIT - 100), (math.inf, SOONEST)])
+def test_the_wait_for_a_probe_runs_on_from_request_to_request(waited, wait):
+    governor = Governor(3, model({1: 2.0, 2: 3.0, 3: 4.0}))
+    governor.model.for_batch(1).untimed = waited
+    steps = 0
+    while governor.choose(1000) == 0:
+        for _ in range(governor.plain_span()):
+            governor.observe(0, 0, 0.01)
+            steps += 1
+    assert steps == wait
 
 
 @pytest.mark.parametrize("kmax", [0, 1, 3, 15])

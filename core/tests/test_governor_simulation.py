@@ -217,6 +217,27 @@ def test_stale_saved_costs_are_unlearned_in_both_directions():
     assert sum(k > 0 for at, k in now_fast.chosen if at > 2000) > 0.9 * sum(at > 2000 for at, _ in now_fast.chosen)
 
 
+@pytest.mark.parametrize("processes", [1, 6], ids=["one", "each"])
+@pytest.mark.parametrize("length", [40, 100])
+def test_short_replies_do_not_keep_bad_costs_alive(processes, length):
+    """Costs taken on a busy machine forbid drafting; replies shorter than any wait must find out together."""
+
+    def truth(k: int) -> float:
+        return 1.3 + 0.1 * k
+
+    saved = {0: PLAIN_SECONDS, **dict.fromkeys((1, 2, 3), 7.0 * PLAIN_SECONDS)}
+    speeds = []
+    for seed in range(6):
+        if processes > 1 or seed == 0:
+            model = CostModel()
+            model._saved = {1: saved}
+        run = simulate(Governor(3, model), Machine(truth, seed=seed), lambda i: rate_for(3.3, 3), length, seed)
+        saved = model.for_batch(1).merged()
+        speeds.append(run.speed)
+    assert min(speeds) > 0.93
+    assert statistics.mean(speeds[2:]) > 1.4
+
+
 def test_a_machine_that_slows_down_as_a_whole_changes_nothing():
     rate = rate_for(3.0, 3)
     runs = [

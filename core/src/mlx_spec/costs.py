@@ -48,6 +48,7 @@ class BatchCosts:
         self.saved = dict(saved or {})
         self.prior = prior or CostPrior()
         self.fresh = 0  # samples since the last save
+        self.untimed = math.inf  # tokens, of all requests, since a round with drafts was last timed
         self._live: dict[int, list[float]] = {}
         self._draft: dict[int, list[float]] = {}
         self._cache: dict[int, float | None] = {}
@@ -57,6 +58,8 @@ class BatchCosts:
         """One round with k drafts (0: one plain step) took `seconds`, the drafter's part included."""
         if not math.isfinite(seconds) or seconds <= 0:
             return
+        if k > 0:
+            self.untimed = 0.0
         samples = self._live.setdefault(k, [])
         samples.append(seconds)
         _forget_old_regime(samples)

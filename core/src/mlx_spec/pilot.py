@@ -2,7 +2,8 @@
 
 goodput(K) = expected committed tokens / cost of a round, both relative to plain decoding, so 1.0 means
 "as fast as plain". Parked means that no K beats plain; a probe follows after 32, 64, ... 512 tokens, so
-speculation comes back when the text turns predictable, and a probe that wins resets the wait. What probes
+speculation comes back when the text turns predictable, and a probe that wins resets the wait. The wait runs on
+from one request to the next, and a process that only remembers costs probes at once. What probes
 may waste is bounded. Tokens are counted per row.
 """
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 FIRST_WAIT, LONGEST_WAIT = 32, 512  # tokens between probes while parked
 HOPELESS_WAIT = 128  # the same when not even full acceptance would pay
+SOONEST = 8  # tokens before a probe when earlier requests have waited long enough, or costs are only remembered
 PROBE_ROUNDS = 3
 STALE_TRIALS = 2.0  # rounds that evidence from before a probe is worth
 PROBE_WASTE = 1.0  # plain steps a probe may lose before it stops
@@ -155,6 +157,7 @@ class Pilot:
         mean = record.tokens / record.rows
         self.tokens += mean
         if self.timed:
+            self.costs.untimed += mean
             self._time(record)
         if record.width == 0:
             self._plain_left = max(0, self._plain_left - 1)
@@ -242,7 +245,8 @@ class Pilot:
         if self._ceiling(self.kmax)[1] <= 1.0:
             self._wait = max(self._wait, HOPELESS_WAIT)
         self._parked_at = self.tokens
-        self._resume_at = self.tokens + self._wait
+        waited = self.costs.untimed if self.timed else 0.0  # a short reply must not hide bad costs from the next one
+        self._resume_at = self.tokens + max(SOONEST, self._wait - waited)
 
     def _probe(self) -> int:
         """K of the next round of a probe; starts one when none runs."""
