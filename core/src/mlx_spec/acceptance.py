@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 MEMORY_ROUNDS = 30.0
 DEFAULT_RATE = 0.7  # acceptance of a depth before anything is known
-STRENGTH = 2.0  # rounds the prior is worth
+STRENGTH = 3.0  # rounds the prior is worth
 FADE = 0.99  # a deeper draft is believed slightly less likely than the one before it
 
 

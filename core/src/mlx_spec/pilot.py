@@ -1,7 +1,7 @@
 """The phases of deciding K for the rows that share a verify: measure plain steps, speculate, parked.
 
 goodput(K) = expected committed tokens / cost of a round, both relative to plain decoding, so 1.0 means
-"as fast as plain". Parked means that no K beats plain; a probe follows after 32, 64, ... 512 tokens, so
+"as fast as plain". Parked means that no K beats plain; a probe follows after 8, 32, 64, ... 512 tokens, so
 speculation comes back when the text turns predictable, and a probe that wins resets the wait. The wait runs on
 from one request to the next, and a process that only remembers costs probes at once. What probes
 may waste is bounded. Tokens are counted per row.
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .acceptance import AcceptanceEstimate
     from .costs import BatchCosts
 
-FIRST_WAIT, LONGEST_WAIT = 32, 512  # tokens between probes while parked
+FIRST_WAIT = 8  # tokens from parking to the first probe: often only the first drafts were unlucky
+SECOND_WAIT, LONGEST_WAIT = 32, 512  # from a lost probe to the next one, doubled each time
 HOPELESS_WAIT = 128  # the same when not even full acceptance would pay
 SOONEST = 8  # tokens before a probe when earlier requests have waited long enough, or costs are only remembered
 PROBE_ROUNDS = 3
@@ -211,7 +212,7 @@ class Pilot:
 
     def _look_again(self) -> None:
         """Plain steps of a parked lane keep measuring: probe now if costs turned out other than believed."""
-        if not (self.timed and self.parked) or self._burst is not None or self.tokens < self._parked_at + FIRST_WAIT:
+        if not (self.timed and self.parked) or self._burst is not None or self.tokens < self._parked_at + SECOND_WAIT:
             return
         _, gain = self._best(self.crew.top)
         if gain >= 1.05 and gain >= SECOND_LOOK * self._last[1]:
@@ -274,8 +275,8 @@ class Pilot:
 
     def _lost(self, waste: float, k: int, gain: float) -> None:
         """Park again, for longer: at most the wait at which probing costs its allowed share."""
-        affordable = min(LONGEST_WAIT, max(2 * FIRST_WAIT, int(waste / WASTE_SHARE)))
-        self._wait = min(self._wait * 2, affordable)
+        affordable = min(LONGEST_WAIT, max(2 * SECOND_WAIT, int(waste / WASTE_SHARE)))
+        self._wait = min(max(SECOND_WAIT, self._wait * 2), affordable)
         self._park(k, min(gain, 0.99))
 
     # -- for people -------------------------------------------------------------------------------------
