@@ -310,7 +310,7 @@ def no_matplotlib(monkeypatch):
 
 def test_without_matplotlib_there_is_no_picture_and_a_reason(no_matplotlib, tmp_path, capsys):
     doc = make_document()
-    assert not plot.available() and "pip install 'mlx-spec[bench]'" in plot.MISSING
+    assert not plot.available() and "pip install -e './core[bench]'" in plot.MISSING
     with pytest.raises(ModuleNotFoundError, match="matplotlib"):
         plot.draw(doc)
     save(doc, tmp_path)

@@ -81,7 +81,7 @@ REFUSALS = {
     "plugin": "command: found 'plugin', expected generate | inspect | .* | doctor. Did you mean 'plugins'?",
     "zzz": "command: found 'zzz', expected generate | .*. See spec --help.",
     HUGE: "command: found '999.* (20003 characters) .*999x', expected generate | .*. See spec --help.",
-    "--nonsense": "spec: found option '--nonsense', expected an option it has. See spec --help.",
+    "--nonsense": "spec: found option '--nonsense', expected an option of this command. See spec --help.",
     "generate --max-token 3": "spec generate: found option '--max-token', .* Did you mean --max-tokens or .*?",
     "generate --exactness nope": "--exactness: found 'nope', expected bitwise | greedy | distribution | lossy. .*",
     f"generate --seed {HUGE}": "--seed: found '999.* (20003 characters) .*999x', expected a whole number. .*",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ log = logging.getLogger("mlx_spec.request")
 
 
 _forced = False
+_held: list[str] | None = None
 
 
 def force_profiling() -> None:
@@ -29,6 +32,17 @@ def profiling() -> bool:
     return _forced or bool(get_settings().draft_profile)
 
 
+@contextmanager
+def held() -> Iterator[list[str]]:
+    """The profile lines of requests that end meanwhile, kept: printed into a reply they are noise."""
+    global _held
+    before, _held = _held, []
+    try:
+        yield _held
+    finally:
+        _held = before
+
+
 def gaps_logged() -> bool:
     """MLX_SPEC_GAP_LOG=1: print the top-2 gap of every verified row beside what was accepted."""
     from .settings import get_settings
@@ -37,14 +51,21 @@ def gaps_logged() -> bool:
 
 
 def request_line(row: Row, result: Result, clock: Clock) -> None:
-    """Log accepted/proposed per position, tokens per round and the time split of one request."""
+    """Log accepted/proposed per position, tokens per round and the time split of one request.
+
+    MLX_SPEC_DRAFT_PROFILE=1 prints the line, whatever the level of the log.
+    """
     from .settings import get_settings
 
     result.timings.phases_ms = {name: seconds * 1e3 for name, seconds in clock.seconds.items()}
     settings = get_settings()
-    level = logging.WARNING if settings.draft_profile else logging.INFO
-    if log.isEnabledFor(level):
-        log.log(level, "%s", line(row, result))
+    if settings.draft_profile:
+        if _held is not None:
+            _held.append(line(row, result))
+        else:
+            print(line(row, result), file=sys.stderr)
+    elif log.isEnabledFor(logging.INFO):
+        log.info("%s", line(row, result))
     if settings.print_token_ids:
         print(f"token_ids request={row.request.id} {result.token_ids}", file=sys.stderr)
 

@@ -137,7 +137,7 @@ def _identify(report: Inspection, ref: ModelRef, config: Mapping[str, Any] | Non
     report.embedded = found[1].kind if found is not None and _is_target(ref) else ""
     if found is not None and not report.embedded and identity.kind in ("target", "drafter", "speculators"):
         report.kind, report.card, report.owner = "drafter", found[1], found[0]
-        report.reason = f"plugin {found[0]} recognises a {found[1].kind} drafter"
+        report.reason = f"plugin {found[0]} recognises a drafter of kind {found[1].kind}"
         report.distribution = _distribution(found[0])
     elif identity.kind not in ("target", "drafter") and not report.problems:
         _note(report, other_kind(ref.path, identity))

@@ -89,10 +89,10 @@ def candidates(registry: Registry, device: str, only: tuple[str, ...] | None = N
             code="U05",
         )
     wanted = [(owner, kernel) for owner, kernel in found if only is None or kernel.op in only]
-    return [_judge(owner, kernel) for owner, kernel in wanted]
+    return [judge(owner, kernel) for owner, kernel in wanted]
 
 
-def _judge(owner: str, kernel: Kernel) -> Candidate:
+def judge(owner: str, kernel: Kernel) -> Candidate:
     """Ask the kernel whether it can run; a question that fails is an answer too."""
     try:
         ok, detail = kernel.ready() if kernel.ready is not None else (True, "")

@@ -178,7 +178,7 @@ def _classify(
         if kind is not None and kind != card.kind:
             raise UsageError(
                 kind_from,
-                found=f"{kind} for {ref.name}, whose directory is a {card.kind} drafter (model_type {ref.model_type})",
+                found=f"{kind} for {ref.name}, a drafter of kind {card.kind} (model_type {ref.model_type})",
                 expected=card.kind,
                 next_step=f"Drop {kind_from}, or give it {card.kind}",
                 code="U23",
@@ -188,7 +188,7 @@ def _classify(
         raise UsageError(
             kind_from,
             found=f"{kind} for {ref.name} (model_type {ref.model_type or 'missing'})",
-            expected=f"a directory that an installed plugin knows as a {kind} drafter",
+            expected=f"a directory that an installed plugin knows as a drafter of kind {kind}",
             next_step="Check `spec inspect` on the directory and `spec plugins`",
             code="U24",
         )

@@ -264,7 +264,7 @@ class Registry:
 
     def _failed_detect(self, claim: DrafterClaim, ref: ModelRef, error: Exception) -> PluginError:
         return PluginError(
-            f"plugin {claim.owner!r} looking for a {claim.kind} drafter in {ref.path}",
+            f"plugin {claim.owner!r} looking for a drafter of kind {claim.kind} in {ref.path}",
             found=f"{type(error).__name__}: {error}",
             expected="a card or None",
             next_step=f"Report it to the authors of {self._distributions.get(claim.owner, claim.owner)}",

@@ -234,7 +234,7 @@ class Row:
         forwards = timings.draft_rounds + timings.plain_steps
         report.tokens_per_round = n / forwards if forwards else 0.0
         if self.governor is not None:
-            report.governor = str(self.governor.state)
+            report.governor = str(self.governor.state) if forwards else "not started"
         return Result(
             token_ids=self.reply,
             text=self.reply_text,

@@ -48,7 +48,7 @@ class Settings(BaseSettings):
     kernels: Names | None = Field(None, description="off leaves all to mlx; op names use only these kernels")
     threads: int | None = Field(None, ge=1, description="threads of CPU kernels; default: all usable cores")
 
-    draft_profile: bool = Field(False, description="time every phase of a round by itself, and log it")
+    draft_profile: bool = Field(False, description="time every phase of a round by itself, and print it")
     gap_log: bool = Field(False, description="top-2 gap of every verified row")
     print_token_ids: bool = Field(False, description="token ids beside the text")
 

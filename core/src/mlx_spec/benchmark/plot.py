@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes  # type: ignore[import-not-found]
 
 COLOURS = ("#7f7f7f", "#0072b2", "#e69f00")  # told apart by people with any colour vision
-MISSING = "no plot: matplotlib is not installed; pip install 'mlx-spec[bench]' adds it"
+MISSING = "no plot: matplotlib is not installed; the extra mlx-spec[bench] adds it: pip install -e './core[bench]'"
 
 
 def available() -> bool:

@@ -154,12 +154,24 @@ def _kernels() -> Iterator[Check]:
     found = candidates(get_manager().registry, device, only)
     for candidate in found:
         label = f"{candidate.owner}: {candidate.detail or 'ready'}"
-        step = "" if candidate.ok else "Everything works without it, more slowly; rebuild the plugin to use it"
+        step = (
+            "" if candidate.ok else f"Everything works without it, more slowly. To use it, {_rebuild(candidate.owner)}"
+        )
         yield Check(f"kernel {candidate.kernel.op}", "ok" if candidate.ok else "warn", label, step)
     if not found:
         slow = device == "cpu" and sys.platform == "linux"
-        step = "pip install mlx-spec-cpu (needs a C++ compiler) for kernels made for this CPU" if slow else ""
+        step = f"For kernels made for this CPU, {_rebuild('cpu')}" if slow else ""
         yield Check("kernels", "warn" if slow else "ok", f"mlx's own; no plugin brings any for {device}", step)
+
+
+def _rebuild(owner: str) -> str:
+    """How the compiled part of a plugin comes to be."""
+    if owner != "cpu":
+        return f"do what plugin {owner} says about building it"
+    return (
+        "install a C++20 compiler (g++ or clang++), then in a clone: pip install --force-reinstall --no-deps "
+        "./plugins/cpu (for a clone's .venv: make clean, then make demo)"
+    )
 
 
 def _libraries() -> Iterator[Check]:

@@ -168,6 +168,7 @@ def _sampling(values: dict[str, Any], chosen: PairOptions) -> Sampling:
 
 
 def _run(pair: Pair, prompt: list[int], sampling: Sampling, values: dict[str, Any], adaptive: bool) -> Result:
+    from ..diagnostics import held
     from ..engine import Engine
     from ..request import Request
 
@@ -178,32 +179,40 @@ def _run(pair: Pair, prompt: list[int], sampling: Sampling, values: dict[str, An
         ignore_eos=values["ignore_eos"],
         adaptive=adaptive,
     )
-    handle = Engine(pair, max_rows=1).submit(request)
-    for event in handle:
-        if not values["as_json"] and event.text:
-            sys.stdout.write(event.text)
-            sys.stdout.flush()
+    with held() as profile:
+        handle = Engine(pair, max_rows=1).submit(request)
+        for event in handle:
+            if not values["as_json"] and event.text:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+        result = handle.result()
     if not values["as_json"]:
         sys.stdout.write("\n")
         sys.stdout.flush()
-    return handle.result()
+    for line in profile:
+        note(line)
+    return result
 
 
 def _warm_up(pair: Pair, prompt: list[int]) -> None:
     """Run both paths briefly, so that the comparison times neither kernel building nor first touches."""
     from ..api import generate
+    from ..diagnostics import held
 
-    for speculative in (False, True):
-        generate(pair, prompt, None, 8, ignore_eos=True, adaptive=False, speculative=speculative)
+    with held():
+        for speculative in (False, True):
+            generate(pair, prompt, None, 8, ignore_eos=True, adaptive=False, speculative=speculative)
 
 
 def _plain(pair: Pair, prompt: list[int], sampling: Sampling, values: dict[str, Any], done: Result) -> Result:
     """The same reply decoded plainly in the same process, for its speed and its tokens."""
     from ..api import generate
+    from ..diagnostics import held
 
     if not values["as_json"]:
         note("decoding the same reply plainly, to compare ...")
-    return generate(pair, prompt, sampling, len(done.token_ids), ignore_eos=True, speculative=False)
+    with held():
+        return generate(pair, prompt, sampling, len(done.token_ids), ignore_eos=True, speculative=False)
 
 
 def _report(pair: Pair, result: Result, plain: Result | None, values: dict[str, Any]) -> None:
@@ -214,7 +223,7 @@ def _report(pair: Pair, result: Result, plain: Result | None, values: dict[str, 
             out["plain"] = {"predicted_per_second": plain.timings.predicted_per_second, "token_ids_equal": verdict[0]}
         print_json(out)
         return
-    for line in summary(pair, result, plain, verdict[1]):
+    for line in summary(pair, result, plain, verdict[1], values["max_tokens"]):
         note(line)
 
 
@@ -233,8 +242,26 @@ def _verdict(result: Result, plain: Result | None) -> tuple[bool | None, str]:
     return False, f"DIFFERS from plain decoding at reply token {at}"
 
 
-def summary(pair: Pair, result: Result, plain: Result | None, verdict: str) -> list[str]:
-    """The lines under a reply."""
+def _finish(pair: Pair, result: Result, asked: int) -> str:
+    """Why the reply ended; a full context is told from a reply of the length asked for."""
+    if result.finish_reason == "length" and len(result.token_ids) < asked:
+        return f"length (the context of {pair.target.context} positions is full)"
+    return result.finish_reason
+
+
+def _exactness(pair: Pair, result: Result, verdict: str) -> str:
+    """How exact the drafted reply was; one without drafts is plain decoding and needs no proof."""
+    if not result.token_ids:
+        return "no tokens, nothing to compare"
+    if not result.timings.draft_n:
+        return f"nothing was drafted: this is plain decoding; {verdict}"
+    return f"{pair.plan.level}; {verdict}"
+
+
+def summary(pair: Pair, result: Result, plain: Result | None, verdict: str, asked: int) -> list[str]:
+    """The lines under a reply for which `asked` tokens were asked."""
+    from ..diagnostics import profiling
+
     timings, spec = result.timings, result.speculation
     speed = f"{timings.predicted_per_second:.1f} tokens/s"
     if plain is not None:
@@ -247,7 +274,8 @@ def summary(pair: Pair, result: Result, plain: Result | None, verdict: str) -> l
     lines = [
         "",
         f"tokens      {len(result.token_ids)} in {timings.predicted_ms / 1e3:.2f} s: {speed}",
-        f"prompt      {result.prompt_tokens} tokens in {timings.prompt_ms:.0f} ms; finish: {result.finish_reason}",
+        f"prompt      {result.prompt_tokens} tokens in {timings.prompt_ms:.0f} ms; "
+        f"finish: {_finish(pair, result, asked)}",
         f"rounds      {timings.draft_rounds} with drafts, {timings.plain_steps} plain steps; "
         f"{spec.tokens_per_round:.2f} tokens per forward",
         f"acceptance  {depth or 'no drafts'} (accepted/proposed by position)",
@@ -256,7 +284,7 @@ def summary(pair: Pair, result: Result, plain: Result | None, verdict: str) -> l
     if spec.governor:
         lines.append(f"governor    {spec.governor}")
     lines += [f"fallback    {reason}" for reason in spec.fallbacks]
-    lines.append(f"exactness   {pair.plan.level}; {verdict}")
-    if timings.phases_ms:
+    lines.append(f"exactness   {_exactness(pair, result, verdict)}")
+    if timings.phases_ms and profiling():  # unless each phase waits for its result, the one that reads waits for all
         lines.append("phases      " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in timings.phases_ms.items()))
     return lines

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..plugins import PluginRecord, get_manager
 from . import SpecGroup
 from .output import on_terminal, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..registry import Kernel
 
 
 @click.command("plugins")
@@ -27,6 +30,8 @@ def command(ctx: click.Context, as_json: bool) -> None:
         columns = ("plugin", "distribution", "version", "status", "targets", "drafters", "kernels", "hooks")
         print_table(columns, [_wide(row) for row in rows])
     for row in rows:
+        for reason, ops in _idle(row).items():
+            print(f"note: plugin {row['name']}: not used here: {', '.join(ops)}: {reason}")
         for error in row["errors"]:
             print(f"error: {error}")
 
@@ -50,13 +55,47 @@ def describe(record: PluginRecord) -> dict[str, Any]:
         "loaded": record.loaded,
         "model_types": list(claims.targets) if claims else [],
         "drafters": [{"kind": c.kind, "model_types": list(c.model_types)} for c in claims.drafters] if claims else [],
-        "kernels": [
-            {"op": k.op, "backends": list(k.backends), "claim": k.claim} for k in (claims.kernels if claims else ())
-        ],
+        "kernels": [_describe_kernel(record.name, kernel) for kernel in (claims.kernels if claims else ())],
         "demos": [demo.name for demo in claims.demos] if claims else [],
         "hooks": list(record.hooks),
         "errors": [str(error) for error in record.errors],
     }
+
+
+def _describe_kernel(owner: str, kernel: Kernel) -> dict[str, Any]:
+    """One kernel as JSON; `runs` and `detail` say whether it can run here, as what, or why not."""
+    from ..kernels import device_kind, judge
+
+    try:
+        device = device_kind()
+    except ImportError as error:  # a listing works without mlx, the kernels do not
+        runs, detail = False, str(error)
+    else:
+        found = judge(owner, kernel)
+        runs, detail = found.ok, found.detail
+        if device not in kernel.backends:
+            runs, detail = False, f"made for {'/'.join(kernel.backends)}, while MLX runs on {device}"
+    return {
+        "op": kernel.op,
+        "backends": list(kernel.backends),
+        "claim": kernel.claim,
+        "runs": runs,
+        "detail": detail,
+    }
+
+
+def _idle(row: dict[str, Any]) -> dict[str, list[str]]:
+    """Reason -> ops of the kernels that cannot run here."""
+    idle: dict[str, list[str]] = {}
+    for kernel in row["kernels"]:
+        if not kernel["runs"]:
+            idle.setdefault(kernel["detail"] or "the plugin does not say why", []).append(kernel["op"])
+    return idle
+
+
+def _shown_kernel(kernel: dict[str, Any]) -> str:
+    """A kernel in a table; the reason for one that is not used stands below the table."""
+    return f"{kernel['op']} ({'/'.join(kernel['backends'])}{'' if kernel['runs'] else ', not used here'})"
 
 
 def _serves(row: dict[str, Any]) -> dict[str, str]:
@@ -64,7 +103,7 @@ def _serves(row: dict[str, Any]) -> dict[str, str]:
     return {
         "targets": ", ".join(row["model_types"]),
         "drafters": ", ".join(dict.fromkeys(drafter["kind"] for drafter in row["drafters"])),
-        "kernels": ", ".join(f"{kernel['op']} ({'/'.join(kernel['backends'])})" for kernel in row["kernels"]),
+        "kernels": ", ".join(map(_shown_kernel, row["kernels"])),
         "hooks": ", ".join(hook.removeprefix("spec_") for hook in row["hooks"]),
     }
 

@@ -87,7 +87,7 @@ def _no_such_option(error: click.NoSuchOption) -> UsageError:
     return UsageError(
         _command(error),
         found=f"option {shorten(repr(error.option_name))}",
-        expected="an option it has",
+        expected="an option of this command",
         next_step=f"Did you mean {named}?" if close else _see_help(error),
         code="U52",
     )
