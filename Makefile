@@ -15,6 +15,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := constraints.txt core/pyproject.toml plugins/gemma4/pyproject.toml
 NATIVE := $(wildcard plugins/cpu/pyproject.toml plugins/cpu/CMakeLists.txt plugins/cpu/native/*)
+# As CMake looks for one: without a compiler the plugin installs, and MLX's own operations run.
+COMPILER = $(shell for name in $${CXX:-} c++ g++ clang++; do command -v $$name && break; done)
+KERNELS = $(if $(COMPILER),CPU kernels compiled with $(COMPILER),without CPU kernels (no C++ compiler found))
 EXTRA := $(if $(BACKEND),[$(BACKEND)])
 
 .PHONY: demo test lint docs docs-update oracles clean
@@ -48,12 +51,12 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/.demo: $(PROJECTS) $(NATIVE) | .venv/bin/python
-	@echo "Installing mlx-spec, its plugins and MLX into .venv, CPU kernels compiled; this takes some minutes the first time."
+	@echo "Installing mlx-spec, its plugins and MLX into .venv, $(KERNELS); this takes some minutes the first time."
 	$(PIP) install -c constraints.txt -e "./core$(EXTRA)" -e ./plugins/gemma4 -e ./plugins/cpu
 	@touch $@
 
 .venv/.test: $(PROJECTS) $(NATIVE) examples/mimo/pyproject.toml requirements-dev.txt | .venv/bin/python
-	@echo "Installing what the tests need into .venv, CPU kernels compiled; this takes some minutes the first time."
+	@echo "Installing what the tests need into .venv, $(KERNELS); this takes some minutes the first time."
 	$(PIP) install -r requirements-dev.txt
 	@touch $@
 
