@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,20 +57,42 @@ def test_a_missing_library_is_said_in_one_sentence() -> None:
 
     assert native.ready() == (False, "no library: it was installed without a C++ compiler")
     with pytest.raises(
-        RefusedError, match=r"found no library.*Install a C\+\+ compiler and run: pip install"
+        RefusedError, match=r"found no library.*Install a C\+\+20 compiler, then in a clone: pip install"
     ) as refused:
         swap(nn.Linear(4, 4))
     assert refused.value.code == "CP01"
 
 
-def test_a_library_of_another_mlx_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Old:
-        built_for = "0.30.1"
+@pytest.fixture
+def with_library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """function(**attributes): the library is a module that has these alone."""
 
-    monkeypatch.setattr(native, "import_module", lambda *_: Old())
-    native._library.cache_clear()
-    try:
-        ok, reason = native.ready()
-    finally:
+    def install(**attributes: object) -> None:
+        monkeypatch.setattr(native, "import_module", lambda *_: SimpleNamespace(**attributes))
         native._library.cache_clear()
+
+    yield install
+    native._library.cache_clear()
+
+
+def test_a_library_of_another_mlx_is_not_used(with_library: Any) -> None:
+    with_library(built_for="0.30.1", interface=native.INTERFACE)
+    ok, reason = native.ready()
     assert not ok and reason.startswith("a library built for MLX 0.30.1, while MLX ")
+
+
+@pytest.mark.parametrize("interface", [{}, {"interface": native.INTERFACE - 1}, {"interface": native.INTERFACE + 1}])
+def test_a_library_of_another_version_of_the_package_is_not_used(with_library: Any, interface: dict[str, int]) -> None:
+    import mlx.core as mx
+
+    with_library(built_for=mx.__version__, **interface)  # and no function at all: none is called
+    reason = "a compiled library that belongs to another version of the package; reinstall mlx-spec-cpu"
+    assert native.ready() == (False, reason)
+    with pytest.raises(RefusedError, match=reason) as refused:
+        native.library()
+    assert refused.value.code == "CP01"
+
+
+def test_both_sides_name_the_same_interface() -> None:
+    source = Path(__file__).parents[1] / "native" / "bindings.cpp"
+    assert re.findall(r'm\.attr\("interface"\) = (\d+);', source.read_text()) == [str(native.INTERFACE)]

@@ -5,6 +5,11 @@ from __future__ import annotations
 from mlx_spec.codes import Code
 
 CODES = (
-    Code("CP01", "A kernel library that is missing, or built for another MLX", "install", ("native",)),
+    Code(
+        "CP01",
+        "A kernel library that is missing, or built for another MLX or version of the package",
+        "install",
+        ("native",),
+    ),
     Code("CP02", "Kernels of an instruction set this processor or build does not have", "request", ("native",)),
 )

@@ -9,7 +9,9 @@ from typing import Any
 
 from mlx_spec.errors import RefusedError
 
-REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir mlx-spec-cpu"
+REBUILD = "pip install --force-reinstall --no-deps ./plugins/cpu (make clean and make demo for a clone's .venv)"
+# What the Python side calls in the library; native/bindings.cpp has the number of what it offers.
+INTERFACE = 1
 
 
 def ready() -> tuple[bool, str]:
@@ -25,8 +27,8 @@ def library() -> Any:
         raise RefusedError(
             "kernel library of mlx-spec-cpu",
             found=reason,
-            expected="a library built for the MLX in use",
-            next_step=f"Install a C++ compiler and run: {REBUILD}",
+            expected="one built for this version of the package and the MLX in use",
+            next_step=f"Install a C++20 compiler, then in a clone: {REBUILD}",
             code="CP01",
         )
     return module
@@ -55,7 +57,9 @@ def _library() -> tuple[ModuleType | None, str]:
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and str(error.name).endswith("_native")
         return None, "no library: it was installed without a C++ compiler" if missing else f"{error}"
-    reason = mismatch(str(module.built_for), mx.__version__)
+    reason = mismatch(str(getattr(module, "built_for", "")), mx.__version__)
+    if not reason and getattr(module, "interface", None) != INTERFACE:
+        reason = "a compiled library that belongs to another version of the package; reinstall mlx-spec-cpu"
     if not reason:
         try:
             module.linear(mx.zeros((1, 4)), mx.zeros((1, 4)))
