@@ -1,0 +1,88 @@
+"""The errors a GGUF file can meet, one function per meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..errors import LoadError, shorten
+
+AGAIN = "Use a file that was converted from the original model with a current llama.cpp"
+OTHER = "Use a checkpoint of this model in MLX's own format instead"
+
+
+def some(names: Sequence[str], limit: int = 4) -> str:
+    """The first few of many names."""
+    rest = f" (and {len(names) - limit} more)" if len(names) > limit else ""
+    return ", ".join(shorten(name) for name in names[:limit]) + rest
+
+
+def damaged(path: Path, found: str, expected: str) -> LoadError:
+    """The file is no GGUF, or not as the format says."""
+    return LoadError(
+        f"GGUF file {path}",
+        found=found,
+        expected=expected,
+        next_step="Download or copy the file again, and check its size and checksum",
+        code="L50",
+    )
+
+
+def architecture(path: Path, name: str, known: Iterable[str]) -> LoadError:
+    """Nobody wrote down what this architecture's tensors mean."""
+    return LoadError(
+        f"architecture of {path}",
+        found=shorten(repr(name)),
+        expected=" or ".join(known),
+        next_step=OTHER,
+        code="L51",
+    )
+
+
+def tensor_types(path: Path, tensors: dict[str, list[str]], known: Iterable[str]) -> LoadError:
+    """Tensors whose weights MLX cannot hold; `tensors`: type -> names."""
+    found = "; ".join(f"{kind} in {len(names)} tensors ({some(names, 2)})" for kind, names in tensors.items())
+    return LoadError(
+        f"tensors of {path}",
+        found=found,
+        expected=", ".join(known),
+        next_step="Use a file of the same model of type Q4_0, Q4_1, Q8_0, Q4_K_M, Q5_K_M, Q6_K, F16 or BF16",
+        code="L52",
+    )
+
+
+def wrong(path: Path, what: str, found: str, expected: str) -> LoadError:
+    """Metadata that is missing, of another type, or not what the tensors say."""
+    return LoadError(f"{what} in {path}", found=found, expected=expected, next_step=AGAIN, code="L53")
+
+
+def cannot(path: Path, found: str, expected: str, next_step: str = OTHER) -> LoadError:
+    """The model has something that the checkpoint could not express."""
+    return LoadError(f"model in {path}", found=found, expected=expected, next_step=next_step, code="L54")
+
+
+def tokenizer(path: Path, found: str, expected: str, next_step: str = OTHER) -> LoadError:
+    """A kind of tokenizer that is not converted."""
+    return LoadError(f"tokenizer in {path}", found=found, expected=expected, next_step=next_step, code="L55")
+
+
+def missing(path: Path, names: Sequence[str]) -> LoadError:
+    """Tensors the architecture needs."""
+    return LoadError(
+        f"tensors of {path}",
+        found=f"no {some(names)}",
+        expected="every tensor of the architecture",
+        next_step=AGAIN,
+        code="L17",
+    )
+
+
+def not_finite(path: Path, name: str, dtype: str) -> LoadError:
+    """Weights that are no numbers, or leave the range of the dtype they are written in."""
+    return LoadError(
+        f"tensor {name} of {path}",
+        found="NaN or infinite values",
+        expected=f"numbers that are finite in {dtype}",
+        next_step="Give --dtype float32 if it was not; else the file is damaged: download it again",
+        code="L18",
+    )
