@@ -127,6 +127,8 @@ def test_the_first_and_last_step_of_a_span_are_not_timed():
 def test_state_is_readable():
     governor = Governor(3, model({1: 1.2, 2: 1.35, 3: 1.5}))
     assert governor.state == "not started"
+    assert governor.choose(1) == 1  # the end of a reply leaves no room for a choice worth reporting
+    assert governor.state == "not started"
     for _ in range(20):
         governor.observe(governor.choose(1000), 3, 0.015)
     assert governor.state.startswith("K=3: 2.") and governor.state.endswith("x plain expected")

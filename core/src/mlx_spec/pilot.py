@@ -287,7 +287,7 @@ class Pilot:
         self.settle()
         if self._plain_left > 0:
             return f"K=0: measuring {self._plain_left} plain steps"
-        if not self._opened:
+        if not (self._opened and self._last[0]):
             return "not started"
         if self.tokens < self._dry_until:
             return f"K=0: the drafter had nothing to propose {self._dry} times in a row"
