@@ -164,3 +164,12 @@ def test_settings_import_without_mlx() -> None:
     code = "import sys, mlx_spec.sampling; print(sorted(m for m in sys.modules if m.startswith(('mlx.', 'pydantic'))))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_a_value_that_cannot_be_shown_is_refused_like_any_other():
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError("scripted")
+
+    with pytest.raises(UsageError, match="something that cannot be shown"):
+        Sampling(temperature=Mute())  # type: ignore[arg-type]

@@ -52,8 +52,8 @@ class Prefill:
         size = min(self.pair.plan.prefill_step, self._total - self.done)
         if size > 0:
             tokens = mx.array([self.row.tokens[self.done : self.done + size]], dtype=mx.int32)
-            self._prime(tokens, self._forward(tokens))
-            mx.eval(self.states.arrays())
+            if not self._prime(tokens, self._forward(tokens)):
+                mx.eval(self.states.arrays())
             mx.clear_cache()
             self.done += size
         self.row.timings.prompt_ms += (time.perf_counter() - started) * 1e3
@@ -67,12 +67,12 @@ class Prefill:
         taps = () if drafter is None or (last and unfinished) else drafter.taps
         return self.pair.target.prefill(tokens, self.states, taps, last)
 
-    def _prime(self, tokens: mx.array, taps: dict[str, mx.array]) -> None:
-        """Show the chunk to the drafter; the last row stays for the first propose."""
+    def _prime(self, tokens: mx.array, taps: dict[str, mx.array]) -> bool:
+        """Show the chunk to the drafter; the last row stays for the first propose. True when all was computed."""
         import mlx.core as mx
 
         if self.drafter is None or self.draft_state is None:
-            return
+            return False
         try:
             self.drafter.prime(self.draft_state, tokens, taps, self.done)
             if self.drafter.capabilities.history != "none" and taps:
@@ -81,6 +81,8 @@ class Prefill:
         except Exception as exc:  # foreign code: costs acceptance only
             log.debug("drafter prime raised", exc_info=True)
             self._give_up(f"drafter prime raised {type(exc).__name__}: {exc}")
+            return False
+        return True
 
     def _give_up(self, reason: str) -> None:
         """Go on without the drafter, and without a state of which nobody knows what it holds."""

@@ -142,7 +142,10 @@ def _refuse(name: str, found: object, expected: str, next_step: str) -> UsageErr
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # somebody else's __repr__
+        text = "something that cannot be shown"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
