@@ -242,6 +242,16 @@ def test_an_interrupt_ends_the_lane_and_nothing_else(monkeypatch):
     assert submit(engine, 4).result().token_ids == replies[4]
 
 
+def test_cancelling_what_is_no_id_harms_nobody():
+    pair, replies = drafted_pair()
+    engine = Engine(pair, max_rows=2)
+    handles = [submit(engine, i) for i in range(2)]
+    engine.step()
+    for nonsense in ([1], {}, None, "1", 10**9):
+        engine.cancel(nonsense)
+    assert [handle.result().token_ids for handle in handles] == replies[:2]
+
+
 @pytest.mark.parametrize("where", ["queued", "lane"])
 def test_cancelling_from_another_thread(where):
     pair, replies = drafted_pair()

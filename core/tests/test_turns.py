@@ -25,18 +25,20 @@ def until(condition) -> None:
 
 
 def waiting(turns: Turns) -> int:
-    return len(turns._waiting)
+    return len(turns.waiting)
 
 
 def test_the_turn_goes_round_in_order_of_arrival():
     turns, order = Turns(), []
-    assert turns.take()
+    first = turns.claim()
+    assert first.take()
 
     def worker(i):
         def work():
-            turns.take()
+            turn = turns.claim()
+            turn.take()
             order.append(i)
-            turns.give()
+            turn.give()
 
         return work
 
@@ -44,7 +46,7 @@ def test_the_turn_goes_round_in_order_of_arrival():
     for i in range(6):
         threads += start(worker(i))
         until(lambda n=i: waiting(turns) == n + 1)
-    turns.give()
+    first.give()
     for thread in threads:
         thread.join(20)
     assert order == list(range(6))
@@ -56,10 +58,11 @@ def test_a_thread_that_takes_turns_in_a_loop_does_not_shut_others_out():
     def loop(name):
         def work():
             while not stop.is_set():
-                turns.take()
+                turn = turns.claim()
+                turn.take()
                 log.append(name)
                 time.sleep(0.0005)
-                turns.give()
+                turn.give()
 
         return work
 
@@ -74,8 +77,9 @@ def test_a_thread_that_takes_turns_in_a_loop_does_not_shut_others_out():
 
 def test_who_has_what_it_waits_for_leaves_without_the_turn():
     turns, news, said = Turns(), [], []
-    assert turns.take(lambda: bool(news))  # nothing yet: the caller has to do it itself
-    threads = start(lambda: said.append(turns.take(lambda: bool(news))))
+    mine = turns.claim()
+    assert mine.take(lambda: bool(news))  # nothing yet: the caller has to do it itself
+    threads = start(lambda: said.append(turns.claim().take(lambda: bool(news))))
     until(lambda: waiting(turns) == 1)
     turns.settle()
     assert waiting(turns) == 1
@@ -83,47 +87,69 @@ def test_who_has_what_it_waits_for_leaves_without_the_turn():
     turns.settle()
     threads[0].join(20)
     assert said == [False]
-    turns.give()
-    assert not turns.take(lambda: True) and turns.take(wait=0)
+    mine.give()
+    assert not turns.claim().take(lambda: True) and turns.claim().take(wait=0)
 
 
 def test_running_out_of_time():
     turns = Turns()
-    turns.take()
-    assert not turns.take(wait=0) and not turns.take(wait=0.01)
+    mine = turns.claim()
+    mine.take()
+    assert not turns.claim().take(wait=0) and not turns.claim().take(wait=0.01)
     assert waiting(turns) == 0
-    turns.give()
-    assert turns.take(wait=0)
+    turns.claim().give()  # a claim that holds nothing gives nothing
+    assert not turns.claim().take(wait=0)
+    mine.give()
+    assert turns.claim().take(wait=0)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["while waiting", "with the turn"])
 def test_an_interrupted_wait_leaves_the_turn_to_others(late):
     """Ctrl-C may fall just before or just after the turn has come."""
     turns = Turns()
-    turns.take()
+    held = turns.claim()
+    held.take()
 
     class Gate:
         def acquire(self, timeout):
             if late:
-                turns.give()
+                held.give()
             raise KeyboardInterrupt
 
-        def release(self):
-            pass
+        def locked(self):
+            return False
 
-    real = Turns.take.__globals__["_Waiter"]
-
-    class Interrupted(real):
-        def __init__(self, done):
-            super().__init__(done)
-            self.gate = Gate()
-
-    Turns.take.__globals__["_Waiter"] = Interrupted
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            turns.take()
-    finally:
-        Turns.take.__globals__["_Waiter"] = real
+    turn = turns.claim()
+    turn.gate = Gate()
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            turn.take()
+        finally:
+            turn.give()
+    assert waiting(turns) == 0
     if not late:
-        turns.give()
-    assert turns.take(wait=0)
+        held.give()
+    assert turns.claim().take(wait=0)
+
+
+def test_a_turn_nobody_can_give_back_is_free_again():
+    """What an interrupt between taking and giving leaves behind: a claim that no thread refers to."""
+    turns, got = Turns(), []
+    assert turns.claim().take()
+    assert turns.claim().take(wait=0)
+    lost = [turns.claim()]
+    assert lost[0].take()
+
+    def worker():
+        turn = turns.claim()
+        try:
+            got.append(turn.take())
+        finally:
+            turn.give()
+
+    threads = start(worker, worker)
+    until(lambda: waiting(turns) == 2)
+    lost.clear()
+    for thread in threads:
+        thread.join(20)
+    assert got == [True, True] and turns.claim().take(wait=0)

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .turns import Turns
+from .turns import Claim, Turns
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -49,8 +49,9 @@ class Device:
             return work()
         if _leaving and _is_main():
             return self._inside(work)  # an exit function; the turn is the main thread's for good
-        self._turns.take()
+        turn = self._turns.claim()
         try:
+            turn.take()
             if self._means is None:
                 self._means = _take_means(self)
             if _is_main() and not _homeless:
@@ -58,7 +59,7 @@ class Device:
             default = sys.modules["mlx.core"].default_device() if "mlx.core" in sys.modules else None
             return self._means.hand.call(lambda: self._inside(work, default))
         finally:
-            self._turns.give()
+            turn.give()
 
     def _inside(self, work: Callable[[], T], default: mx.Device | None = None) -> T:
         with importing():
@@ -67,8 +68,8 @@ class Device:
         if not self._streams:
             means = self._means or _take_means(self)
             self._streams = means.streams(default or mx.default_device())
-        self._runner = threading.get_ident()
         try:
+            self._runner = threading.get_ident()
             with ExitStack() as entered:
                 for stream in self._streams:
                     entered.enter_context(mx.stream(stream))
@@ -169,12 +170,17 @@ def _take_means(device: Device) -> _Means:
     return means
 
 
+_kept: list[Claim] = []  # turns that the end of the process keeps
+
+
 def _before_exit() -> None:
     """Let no other thread be inside MLX when the interpreter goes down, and let none get in."""
     global _leaving
     _leaving = True
     for device in list(_devices):
-        if not device._turns.take(wait=EXIT_WAIT):
+        turn = device._turns.claim()
+        _kept.append(turn)
+        if not turn.take(wait=EXIT_WAIT):
             log.warning("a thread is still at work after %g s; the process exits without waiting for it", EXIT_WAIT)
 
 

@@ -125,12 +125,15 @@ class Engine:
 
         While another thread steps, this happens before its next step.
         """
+        if not isinstance(request_id, int):
+            return
         self._cancelled.append(request_id)
-        if self._turns.take(wait=0):
-            try:
+        turn = self._turns.claim()
+        try:
+            if turn.take(wait=0):
                 self._cancel_asked()
-            finally:
-                self._turns.give()
+        finally:
+            turn.give()
 
     @property
     def busy(self) -> bool:
@@ -143,11 +146,12 @@ class Engine:
         What goes wrong with a request ends that request, and its handle tells; nothing is raised here but
         what is no Exception (KeyboardInterrupt above all), which ends every request of the lane.
         """
-        self._turns.take()
+        turn = self._turns.claim()
         try:
+            turn.take()
             return self._step()
         finally:
-            self._turns.give()
+            turn.give()
 
     def run(self) -> None:
         """Step until every submitted request is finished."""
@@ -159,16 +163,17 @@ class Engine:
 
         `done` is asked after every step, also in other threads: it may only look.
         """
-        while not done() and self._turns.take(done):
+        more = True
+        while more and not done():
+            turn = self._turns.claim()
             try:
-                more = True
+                if not turn.take(done):
+                    return
                 while more and not done():
                     more = self._step()
                     self._turns.settle()
             finally:
-                self._turns.give()
-            if not more:
-                return
+                turn.give()
 
     # -- one step, by whoever has the turn --------------------------------------------------------------
 
