@@ -37,10 +37,10 @@ def required(name: str, extras: tuple[str, ...] = ()) -> dict[str, metadata.Dist
     from packaging.requirements import Requirement
 
     found: dict[str, metadata.Distribution] = {}
-    todo = [(name, extras)]
+    pending = [(name, extras)]
     seen = set()
-    while todo:
-        step = todo.pop()
+    while pending:
+        step = pending.pop()
         if step in seen:
             continue
         seen.add(step)
@@ -48,7 +48,7 @@ def required(name: str, extras: tuple[str, ...] = ()) -> dict[str, metadata.Dist
         for requirement in map(Requirement, dist.requires or ()):
             marker = requirement.marker
             if marker is None or any(marker.evaluate({"extra": extra}) for extra in (*step[1], "")):
-                todo.append((requirement.name, tuple(sorted(requirement.extras))))
+                pending.append((requirement.name, tuple(sorted(requirement.extras))))
     return found
 
 

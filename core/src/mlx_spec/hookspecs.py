@@ -93,4 +93,8 @@ def spec_probe_exactness(target: Target, drafter: Drafter, plan: ProbePlan) -> E
 
 @hookspec(firstresult=True)
 def spec_split_drafter(ref: ModelRef, out: Path, options: Mapping[str, object]) -> Path | None:
-    """Extract a drafter head out of a checkpoint into a drafter directory."""
+    """Extract a drafter head out of a checkpoint into a drafter directory.
+
+    Core itself never calls it. It is for the command a plugin adds in `spec_register_commands`, and for other
+    tools, which so find every family's way to split a head off under one name.
+    """
