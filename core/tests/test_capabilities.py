@@ -11,8 +11,9 @@ from pairs import make_pair, mlx_lm_greedy, tiny_target
 import mlx_spec
 from mlx_spec.api import generate
 from mlx_spec.engine import Engine
-from mlx_spec.errors import ExactnessError, UsageError
+from mlx_spec.errors import ExactnessError, LoadError, UsageError
 from mlx_spec.generic_target import GenericTarget
+from mlx_spec.lookup import PromptLookupDrafter
 from mlx_spec.pair import Plan
 from mlx_spec.request import Request
 from mlx_spec.sampling import Sampling
@@ -82,6 +83,15 @@ def test_quantised_kv_is_refused_for_a_target_that_keeps_none(tmp_path, monkeypa
         mlx_spec.load(str(path), kv_bits=bits)
     assert refused.value.code == "U39"
     assert mlx_spec.load(str(path)).plan.kv_bits is None
+
+
+def test_a_drafter_whose_drafts_branch_is_refused(tmp_path, monkeypatch):
+    path = str(tinymodels.write_model(tmp_path / "target", tinymodels.LLAMA))
+    assert mlx_spec.load(path, kind="prompt-lookup").drafter is not None
+    monkeypatch.setattr(PromptLookupDrafter, "capabilities", Capabilities(tree=True))
+    with pytest.raises(LoadError, match="found the capability tree") as refused:
+        mlx_spec.load(path, kind="prompt-lookup")
+    assert refused.value.code == "L34"
 
 
 @pytest.mark.parametrize(

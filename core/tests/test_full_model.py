@@ -399,6 +399,14 @@ def test_without_tokenizer_it_says_so(pair):
     assert codes(*pair) == {"P24": "note"}
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_damaged_tokenizer_is_no_missing_one(pair, side):
+    (pair[side] / "tokenizer.json").write_text('{"model": ')
+    found = [f for f in validate(ref(pair[0]), ref(pair[1])) if f.code in ("P24", "P27")]
+    assert [(f.code, f.severity) for f in found] == [("P27", "warning")]
+    assert found[0].subject == f"tokenizer.json in {pair[side]}"
+
+
 def test_a_smaller_context_is_noted(pair):
     rewrite(pair[1], "config.json", lambda c: c.update(max_position_embeddings=320))
     found = validate(ref(pair[0]), ref(pair[1]))
@@ -413,7 +421,7 @@ def test_unigram_vocabularies_are_read(tmp_path):
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     assert token_names(tmp_path) == {0: "<unk>", 1: "a", 5: "<x>"}
-    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer.json").write_text("{}")
     assert token_names(tmp_path) is None
 
 

@@ -140,6 +140,7 @@ CODES = _table(
     ("L31", "A saved state that is missing, damaged or of another format", "files", "state/files"),
     ("L32", "A saved state of a kind no installed plugin registered", "install", "state/registry"),
     ("L33", "A K/V group size that does not divide the head size", "request", "state/quantised"),
+    ("L34", "A drafter whose drafts branch", "choose", "pair"),
     ("L40", "Tokenizer files that cannot be loaded", "files", "tokenizer"),
     ("L50", "A GGUF file that is none, or is cut short or damaged", "files", "gguf/refusals"),
     ("L51", "A GGUF file of an architecture that is not converted", "choose", "gguf/refusals"),
@@ -163,6 +164,7 @@ CODES = _table(
     ("P23", "A full-model drafter whose caches cannot be rolled back", "choose", "full_model_checks"),
     ("P24", "A side of a full-model pair without a tokenizer to compare", "none", "full_model_checks"),
     ("P25", "Token ids that mean other tokens on the two sides", "choose", "full_model_checks"),
+    ("P27", "A tokenizer of a full-model pair that cannot be read to be compared", "files", "full_model_checks"),
     ("P26", "A full-model drafter with a shorter context than its target", "none", "full_model_checks"),
     # -- plugins ----------------------------------------------------------------------------------------
     ("G00", "A plugin error raised without a code of its own", "report", "errors"),

@@ -97,7 +97,18 @@ def _vocabulary(target: ModelRef, drafter: ModelRef) -> Iterator[Finding]:
 
 def _tokenizers(target: ModelRef, drafter: ModelRef) -> Iterator[Finding]:
     """Same id, same token: compared over all ids both tokenizers name. Padding rows have no name."""
-    theirs, mine = token_names(target.path), token_names(drafter.path)
+    try:
+        theirs, mine = token_names(target.path), token_names(drafter.path)
+    except SpecError as error:
+        yield Finding(
+            "P27",
+            "warning",
+            error.what,
+            str(error.found),
+            "a file that can be compared with the other side's",
+            "Download it again: whether both sides mean the same by an id was not compared",
+        )
+        return
     if theirs is None or mine is None:
         missing = drafter if mine is None else target
         yield Finding(
@@ -126,16 +137,13 @@ def _tokenizers(target: ModelRef, drafter: ModelRef) -> Iterator[Finding]:
 
 
 def token_names(path: Path) -> dict[int, str] | None:
-    """Id -> token from tokenizer.json; None when there is no such file or it lists none."""
+    """Id -> token from tokenizer.json; None without one, or when it lists none. Raises LoadError."""
     from .checkpoint import read_json
 
     file = path / "tokenizer.json"
     if not file.exists():
         return None
-    try:
-        data = read_json(file)
-    except SpecError:
-        return None  # the tokenizer itself is loaded, and refused by name, elsewhere
+    data = read_json(file)
     model = data.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     names: dict[int, str] = {}

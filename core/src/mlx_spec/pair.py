@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .device import Device
-from .errors import ExactnessError, Finding, UsageError
+from .errors import ExactnessError, Finding, LoadError, UsageError
 from .kernels import KernelUse, use_kernels
 from .loading import (
     DRAFTER_FLAG,
@@ -191,6 +191,7 @@ def _load(
     _attach_text(pair)
     if choice is not None:
         pair.drafter = load_drafter(choice, loaded)
+        _check_chains(pair.drafter)
         _cast(pair.drafter, dtype)
         plan.kernels = plan.kernels.merged(use_kernels(pair.drafter.model))
         pair.drafter_ref, pair.drafter_owner = choice.ref, choice.owner
@@ -210,6 +211,17 @@ def _cast(model: Target | Drafter, dtype: str | None) -> None:
     model.model.set_dtype(names[dtype])
     if hasattr(model, "dtype"):
         model.dtype = names[dtype]
+
+
+def _check_chains(drafter: Drafter) -> None:
+    if drafter.capabilities.tree:
+        raise LoadError(
+            f"drafter of kind {drafter.kind}",
+            found="the capability tree: drafts that branch",
+            expected="chains of tokens, which is what a round verifies",
+            next_step="Use another drafter, or leave tree False and draft the best branch",
+            code="L34",
+        )
 
 
 def _check_quantised(bits: int | None, group_size: int, target: Target | None = None) -> None:

@@ -42,9 +42,9 @@ class Capabilities:
 
     batch: bool = True  # more than one row per lane; a target without it serves one request at a time
     sampling: bool = True  # drafts for sampled requests too (drafter); without it only greedy ones draft
-    tree: bool = False  # drafts may branch; reserved, the engine verifies chains
+    tree: bool = False  # drafts branch; refused when loading, since the engine verifies chains
     quantised_kv: bool = True  # works over (target) or reads (drafter) a quantised K/V state
-    media: bool = False  # takes images, audio or video; reserved, the engine serves text
+    media: bool = False  # takes images, audio or video; for people and kits, a request here holds token ids only
     recurrent: bool = False  # holds a recurrent state
     conv: bool = False  # holds short-convolution windows
     window: bool = False  # holds sliding-window K/V
