@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,13 @@ SOURCES = sorted(
     [*(ROOT / "core" / "src").rglob("*.py"), *ROOT.glob("plugins/*/src/**/*.py"), *ROOT.glob("examples/*/src/**/*.py")]
 )
 SCRIPTS = sorted({path for name in ("bench", "examples", "tools") for path in (ROOT / name).rglob("*.py")} - {*SOURCES})
+TESTS = sorted(
+    path
+    for pattern in ("tests", "core/tests", "plugins/*/tests", "examples/*/tests")
+    for folder in ROOT.glob(pattern)
+    for path in folder.rglob("*.py")
+    if path != Path(__file__).resolve()
+)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -52,6 +60,44 @@ def test_sizes():
 def test_most_functions_are_small():
     sizes = sorted(lines(node) for path in SOURCES for node in functions(path))
     assert sizes[int(len(sizes) * 0.9)] <= MAX_P90
+
+
+def test_nothing_is_left_for_later():
+    """No stub, no note to self: what is not there is refused with a message or not offered."""
+    words = re.compile(r"NotImplementedError|\b(TODO|FIXME|XXX)\b")
+
+    def unfinished(path: Path) -> Iterator[object]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if words.search(line):
+                yield f"line {number}: {line.strip()}"
+
+    assert offences([*SOURCES, *SCRIPTS, *TESTS], unfinished) == []
+
+
+def test_tests_skip_nothing():
+    """Nor does one promise to fail: marks and calls of pytest that let a test pass unrun."""
+
+    def skipped(path: Path) -> Iterator[object]:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and node.attr in ("skip", "skipif", "xfail", "importorskip"):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+    assert offences(TESTS, skipped) == []
+
+
+def test_who_catches_everything_says_why():
+    """A handler of Exception or of anything has its reason beside it."""
+
+    def silent(path: Path) -> Iterator[object]:
+        text = path.read_text().splitlines()
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            kind = "" if node.type is None else ast.unparse(node.type)
+            if kind in ("", "Exception", "BaseException") and "  # " not in text[node.lineno - 1]:
+                yield f"line {node.lineno}: except {kind}"
+
+    assert offences([*SOURCES, *SCRIPTS, *TESTS], silent) == []
 
 
 def test_everything_is_annotated():

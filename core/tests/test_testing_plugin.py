@@ -13,6 +13,8 @@ from kitrun import Outcome, run_pytest
 
 HEAD = "import pytest\nfrom mlx_spec.testing import *\nfrom mlx_spec.testing import expected_failure\n"
 
+# The source of weakened contracts, each with one fault that the kit must find. Inner runs collect it; this file
+# skips nothing.
 META = '''
 class Kernels(KernelContract):
     """A sound kernel, so that every other test passes."""
@@ -42,12 +44,12 @@ class TestDeletes(Kernels):
 
 
 class TestSkips(Kernels):
-    @pytest.mark.skip(reason="later")
+    @pytest.mark.skip(reason="seeded: the kit refuses a skipped contract test")
     def test_it_describes_itself(self, kernel):
         pass
 
 
-@pytest.mark.skipif(True, reason="later")
+@pytest.mark.skipif(True, reason="seeded: the kit refuses a skipped class")
 class TestSkipsItAll(Kernels):
     pass
 
@@ -55,17 +57,17 @@ class TestSkipsItAll(Kernels):
 class TestSkipsInAFixture(Kernels):
     @pytest.fixture
     def kernel(self):
-        pytest.skip("no kernel today")
+        pytest.skip("seeded: the kit refuses a fixture that skips")
 
 
 class TestLooseXfail(Kernels):
-    @pytest.mark.xfail(reason="who knows")
+    @pytest.mark.xfail(reason="seeded: the kit refuses an xfail that is not strict")
     def test_it_describes_itself(self, kernel):
         raise AssertionError
 
 
 class TestSilentXfail(Kernels):
-    @pytest.mark.xfail(strict=True)
+    @pytest.mark.xfail(strict=True)  # seeded: the kit refuses an xfail without a reason
     def test_it_describes_itself(self, kernel):
         raise AssertionError
 
@@ -279,6 +281,14 @@ PLUGINS = {
         + '    (out / \'config.json\').write_text(\'{"model_type": "mine", "n": %d}\' % seed)\n    return out, None\n',
         "test_its_families_write_tiny_checkpoints",
         "tiny mine with an option no_such_option: found it written all the same",
+    ),
+    "brittle": (
+        HOOK
+        + "@hookimpl\ndef spec_register(register):\n    register.target('mine')\n    register.tiny('mine', 'brittle:write')\n"
+        + "def write(out, seed, **options):\n    if options:\n        len(None)\n    out.mkdir(parents=True)\n"
+        + '    (out / \'config.json\').write_text(\'{"model_type": "mine", "n": %d}\' % seed)\n    return out, None\n',
+        "test_its_families_write_tiny_checkpoints",
+        "tiny mine with an option no_such_option: found TypeError: object of type 'NoneType' has no len()",
     ),
     "newer": (
         HOOK + "MLX_SPEC_API = (0, 99)\n",

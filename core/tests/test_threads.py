@@ -56,7 +56,7 @@ class Ran:
     def _run(self) -> None:
         try:
             self._value = self._work()
-        except BaseException as error:
+        except BaseException as error:  # raised again by whoever asks for the value
             self._error = error
 
     def result(self) -> Any:

@@ -93,9 +93,6 @@ class Recurrence(State):
     def offset(self) -> int | mx.array:
         return self._lengths[0]
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        raise NotImplementedError
-
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         return None
 

@@ -130,7 +130,7 @@ class _Hand:
             work, answer, gate = self._jobs.get()
             try:
                 answer += [work(), None]
-            except BaseException as exc:
+            except BaseException as exc:  # handed over: `call` raises it in the thread that asked
                 answer += [None, exc]
             del work
             gate.release()

@@ -59,7 +59,7 @@ def write_entry(area: str, key: str, value: Mapping[str, Any], directory: Path |
         Path(temporary).replace(path)
     except OSError as error:
         if temporary is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the write failed, which is said below; this only tidies up
                 Path(temporary).unlink(missing_ok=True)
         _say("written", path.parent, error, "What is learned now is kept for this run only.")
         return False

@@ -233,14 +233,14 @@ class Engine:
                 row = self._new_row(handle)
                 try:
                     self._prefill = (handle, Prefill(self.pair, row))
-                except Exception as exc:
+                except Exception as exc:  # ends this request; its handle raises or tells
                     self._fail(handle, row, exc)
                     continue
             handle, work = self._prefill
             before = work.done
             try:
                 complete = work.chunk()
-            except Exception as exc:
+            except Exception as exc:  # likewise
                 self._prefill = None
                 self._fail(handle, work.row, exc)
                 continue

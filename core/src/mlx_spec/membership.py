@@ -45,7 +45,7 @@ def _copy(state: DraftState) -> DraftState | None:
     try:
         out = state.select([0])
         out.rows = copy.deepcopy(out.rows)
-    except Exception:  # foreign code
+    except Exception:  # foreign code: no stand-in then; joining a row that needs one warns
         log.debug("a draft state could not be copied", exc_info=True)
         return None
     return out

@@ -111,7 +111,7 @@ class PluginManager:
                 answers.append((record, self._call_one(record, hook_name, arguments)))
             except SpecError:
                 raise
-            except Exception as error:
+            except Exception as error:  # foreign code: said, and the others still answer
                 log.warning("plugin %s: %s raised %s: %s", record.name, hook_name, type(error).__name__, error)
                 log.debug("%s of plugin %s", hook_name, record.name, exc_info=True)
         return answers

@@ -147,7 +147,7 @@ def is_complete(path: Path) -> bool:
         return False
     try:
         return bool(weight_files(path))
-    except LoadError:
+    except LoadError:  # missing or damaged: not complete, and loading it says why
         return False
 
 

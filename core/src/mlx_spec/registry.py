@@ -254,7 +254,7 @@ class Registry:
         """The claim's card; a detect that fails speaks only for directories of its own model_types."""
         try:
             return claim.card(ref)
-        except Exception as error:
+        except Exception as error:  # foreign code: an error for its own directories, a warning for others'
             if ref.model_type in claim.model_types:
                 raise error if isinstance(error, SpecError) else self._failed_detect(claim, ref, error) from error
             if (claim.owner, claim.kind) not in self._failed_detects:

@@ -155,7 +155,7 @@ def _real(name: str, value: object, low: float, high: float) -> float:
         raise _refuse(name, _shown(value), expected, "Give a number")
     try:
         number = float(value)
-    except OverflowError:
+    except OverflowError:  # an integer beyond floats; refused by the range below
         number = math.inf
     if not low <= number <= high:  # also refuses NaN
         raise _refuse(name, _shown(value), expected, "Choose a value in that range")

@@ -34,7 +34,7 @@ def load_average() -> list[float]:
     """Runnable processes over 1, 5 and 15 minutes; empty where the system does not tell."""
     try:
         return [round(x, 2) for x in os.getloadavg()]
-    except OSError:
+    except OSError:  # the system does not tell
         return []
 
 
@@ -60,7 +60,7 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         try:
             found[name] = version(name)
-        except PackageNotFoundError:
+        except PackageNotFoundError:  # not installed, so it moves no figure
             continue
     return found
 

@@ -43,7 +43,7 @@ def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
         raise
-    except OSError:
+    except OSError:  # a full stderr: there is nowhere to say so
         return
 
 

@@ -133,7 +133,7 @@ def _put_in_place(folder: Path, out: Path, aside: Path) -> None:
         out.rename(aside)
     try:
         folder.rename(out)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the old folder comes back
         if aside.exists():
             aside.rename(out)
         raise

@@ -85,9 +85,9 @@ class State(ABC):
     def offset(self) -> int | mx.array:
         """Position of the next row: int when all rows agree, else int32 (B,)."""
 
-    @abstractmethod
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append keys, values (B, Hkv, L, Dk/Dv); return what attention should read."""
+        """Append keys, values (B, Hkv, L, Dk/Dv); return what attention should read. TypeError without K/V."""
+        raise TypeError(f"{type(self).__name__} holds no K/V to append to")
 
     @abstractmethod
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:

@@ -56,7 +56,7 @@ def _setting(text: str) -> tuple[str, Any]:
         )
     try:
         return key, json.loads(value)
-    except ValueError:
+    except ValueError:  # no JSON: plain text, as documented
         return key, value
 
 

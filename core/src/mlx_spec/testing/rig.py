@@ -80,6 +80,7 @@ class Rig:
         self.ids = [i for i in range(min(self.target.vocab_size, 4096)) if self._allowed(i)]
 
     def _allowed(self, token: int) -> bool:
+        """Whether a prompt may hold it: refusing is what check_prompt is for."""
         try:
             self.target.check_prompt([token])
         except SpecError:
@@ -289,7 +290,4 @@ def drafter_owner(drafter: Drafter | None) -> str:
     found = registry.drafter_for(drafter.ref) if drafter.ref is not None else None
     if found is not None and found[1].kind == drafter.kind:
         return found[0]
-    try:
-        return registry.kind_owner(drafter.kind) or CORE
-    except SpecError:
-        return CORE
+    return registry.kind_owner(drafter.kind) or CORE

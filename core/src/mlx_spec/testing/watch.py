@@ -98,7 +98,7 @@ def watched_propose(
     try:
         with _target_watched(lane, seen):
             seen.draft = hooks.propose(lane=lane, budget=list(seen.budget))
-    except Exception as error:
+    except Exception as error:  # the author's code: what it raised is what is reported
         last = traceback.extract_tb(error.__traceback__)[-1]
         seen.error = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
         raise

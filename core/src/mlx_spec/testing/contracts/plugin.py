@@ -158,7 +158,7 @@ class PluginContract(Contract):
             taken = inspect.signature(functions[name]).parameters
             try:
                 answer = functions[name](**{k: v for k, v in arguments.items() if k in taken})
-            except Exception as error:
+            except Exception as error:  # the author's code: what it raised is what is reported
                 answer = f"{type(error).__name__}: {error}"
             require(
                 not answer,
@@ -205,7 +205,14 @@ def check_writer(family: str, place: str, claims: Register, out: Path) -> None:
     )
     try:
         writer(out / "unknown", seed=3, no_such_option=1)
-    except (TypeError, SpecError):
+    except (TypeError, SpecError) as refusal:
+        require(
+            "no_such_option" in str(refusal),
+            f"tiny {family} with an option no_such_option",
+            found=f"{type(refusal).__name__}: {refusal}",
+            expected="a refusal that names the option",
+            look=place,
+        )
         return
     broken(
         f"tiny {family} with an option no_such_option",

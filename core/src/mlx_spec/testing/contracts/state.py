@@ -268,7 +268,7 @@ class Bench:
         wanted = tuple(n + k for n, k in zip(mark.lengths, keep, strict=True))
         try:
             states.rewind(mark, keep)
-        except Exception as error:
+        except Exception as error:  # the author's code: what it raised is what is reported
             broken(
                 f"{self.name}.rewind of rows at {mark.lengths} to keep {keep}",
                 found=f"{type(error).__name__}: {error}",
