@@ -229,6 +229,12 @@ def test_head_tensors_beside_the_layers_belong_to_it():
     assert (head.prefix, head.layers, head.tensors) == ("mtp", (0,), 5)
 
 
+def test_experts_of_a_head_may_be_laid_out_in_another_way_than_the_models():
+    trunk = [*layer("model.layers.0"), "model.layers.0.mlp.switch_mlp.up_proj.weight"]
+    index = index_of(*trunk, *layer("mtp.layers.0"), "mtp.layers.0.mlp.experts.0.up_proj.weight")
+    assert contradictions({"num_hidden_layers": 1, "mtp_num_hidden_layers": 1}, index) == []
+
+
 @pytest.mark.parametrize(
     "key", ["mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers"]
 )

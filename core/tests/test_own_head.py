@@ -21,7 +21,7 @@ def detect(ref):
 @hookimpl
 def spec_register(register):
     register.target("llama")
-    register.drafter("mtp", model_types=["llama"], detect=detect)
+    register.drafter("mtp", model_types=["llama"], detect=detect, options=["depth"])
 """
 
 
@@ -78,6 +78,48 @@ def test_without_head_tensors_the_error_says_so(folder):
     for drafter in (None, target):
         with pytest.raises(NoEmbeddedMtpHead, match="no head tensors, expected a head that an installed plugin reads"):
             choose(target, drafter, "mtp")
+
+
+def test_the_error_says_what_was_promised_and_what_to_do(folder):
+    import json
+
+    target = folder("a", head=False)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 2}))
+    with pytest.raises(NoEmbeddedMtpHead) as caught:
+        choose(target, None, "mtp")
+    assert "config.json declares 2 layers" in str(caught.value)
+    for step in ("spec convert --keep-mtp", "spec split-mtp", "--draft-model"):
+        assert step in caught.value.next_step
+
+
+@pytest.mark.parametrize("stem", ["model-mtp-head", "mtp"])
+@pytest.mark.parametrize("prefix", ["mtp.", ""])
+def test_a_head_in_a_file_of_its_own_is_no_part_of_the_model(folder, stem, prefix):
+    import mlx.core as mx
+
+    from mlx_spec.checkpoint import fingerprint, head_index, tensor_index
+
+    target = folder("a", head=False)
+    before = tensor_index(target).keys(), fingerprint(target)
+    mx.save_safetensors(str(target / f"{stem}.safetensors"), {f"{prefix}fc.weight": mx.zeros((3, 5))})
+    assert tensor_index(target).keys() == before[0] and list(head_index(target)) == [f"{prefix}fc.weight"]
+    assert fingerprint(target) != before[1]
+    assert load_target(open_ref(str(target))).vocab_size == 131
+    (head,) = inspect(str(target)).heads
+    assert (head.prefix, head.tensors) == ("mtp", 1)
+    with pytest.raises(NoEmbeddedMtpHead, match="tensors under mtp"):  # the plugin here looks into the shards only
+        choose(target, None, "mtp")
+
+
+def test_options_a_drafter_does_not_read_are_refused(folder):
+    ref = open_ref(str(folder("a")))
+    assert choose_drafter(None, "mtp", {"depth": 3}, ref).card.extra == {"depth": 3}
+    with pytest.raises(UsageError, match="option min_n: found 4 for a drafter of kind mtp, expected .*: depth"):
+        choose_drafter(None, "mtp", {"min_n": 4}, ref)
+    assert choose_drafter(None, "prompt-lookup", {"min_n": 4}, ref).card.extra == {"min_n": 4}
+    with pytest.raises(UsageError, match="for a drafter of kind full-model, expected one that this kind reads: none"):
+        choose_drafter(str(ref.path), "full-model", {"min_n": 4}, ref)
 
 
 def test_head_tensors_nobody_reads_are_named(tmp_path):

@@ -213,11 +213,20 @@ def test_text_that_is_no_object(text):
         ("prompt_lookup_max", 65, "1 to 64"),
         ("prompt_lookup_max", "3", "1 to 64"),
         ("prompt_lookup_max", 2.5, "1 to 64"),
+        ("draft_vocab_size", 0, "at least 1"),
+        ("draft_head_bits", 3, "4 or 8"),
+        ("mtp_norms", "raw", "'weights' or 'deltas'"),
     ],
 )
 def test_bad_values_name_key_and_expectation(key, value, expected):
     with pytest.raises(UsageError, match=f"key {key}: .*{expected}"):
         parse(**{key: value})
+
+
+def test_options_of_a_drafters_head_reach_its_card():
+    given = {"mtp_norms": "deltas", "mtp_hidden": "pre", "mtp_concat": "hidden-first", "draft_head_bits": 4}
+    given |= {"draft_vocab": "ids.json", "draft_vocab_size": 70000}
+    assert parse(**given).options == given
 
 
 def test_lookup_lengths_must_be_in_order():

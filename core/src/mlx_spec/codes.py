@@ -105,6 +105,7 @@ CODES = _table(
     ("U75", "Block size and draft length that contradict each other", "request", "spec_config"),
     ("U76", "Match lengths of prompt-lookup that cannot be used", "request", "lookup spec_config"),
     ("U77", "A key of --spec-config with a value of the wrong type or out of range", "request", "spec_config"),
+    ("U78", "A drafting option that the chosen kind of drafter does not read", "request", "loading"),
     ("U80", "A prompt file of the benchmark that cannot be used", "request", "benchmark/workloads"),
     ("U81", "A benchmark on a target without a tokenizer", "files", "benchmark/method"),
     ("U82", "A benchmark whose replies do not fit in the context", "request", "benchmark/method"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def spec_register(register: Register) -> None:
     """Claim the drafter kinds that work with every target."""
     register.drafter("full-model")
-    register.drafter("prompt-lookup")
+    register.drafter("prompt-lookup", options=("min_n", "max_n"))
     register.tiny("llama", "mlx_spec.testing.tiny:write_llama")
     register.tiny("gemma3", "mlx_spec.testing.tiny:write_gemma3")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ class DraftState:
     Attributes:
         states: the drafter's own caches, or None.
         carry: name -> array (B, ...), e.g. a carried hidden state.
-        rows: one plain object per row (an n-gram index, say); copied by reference.
+        rows: one plain object per row (an n-gram index, say); copied by reference. A state that is to be saved
+            holds values of JSON here.
     """
 
     def __init__(
@@ -62,6 +64,46 @@ class DraftState:
             {name: value[index] for name, value in self.carry.items()},
             [self.rows[r] for r in rows],
         )
+
+    def to_tensors(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
+        """Tensors "states.<layer>.<part>" and "carry.<name>", and json-able meta.
+
+        Raises TypeError when a row holds an object that JSON has no form for.
+        """
+        import json
+
+        tensors = {f"carry.{name}": value for name, value in self.carry.items()}
+        meta: dict[str, Any] = {"rows": json.loads(json.dumps(self.rows)), "states": None}
+        if self.states is not None:
+            own, meta["states"] = self.states.to_tensors()
+            tensors |= {f"states.{name}": value for name, value in own.items()}
+        return tensors, meta
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, mx.array], meta: Mapping[str, Any]) -> DraftState:
+        """Inverse of `to_tensors`. Raises LoadError for a kind of state nobody registered."""
+        from .state import StateGroup
+
+        parts: dict[str, dict[str, mx.array]] = {"carry": {}, "states": {}}
+        for name, value in tensors.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = value
+        saved = meta["states"]
+        states = StateGroup.from_tensors(parts["states"], saved) if saved is not None else None
+        return cls(states, parts["carry"], list(meta["rows"]))
+
+    def save(self, path: str | Path) -> None:
+        """Write to one safetensors file at `path`, atomically."""
+        from .state.files import write_state
+
+        write_state(Path(path), *self.to_tensors())
+
+    @classmethod
+    def load(cls, path: str | Path) -> DraftState:
+        """Read what `save` wrote. Raises LoadError when the file is missing, cut short or something else."""
+        from .state.files import read_state
+
+        return cls.from_tensors(*read_state(Path(path)))
 
     def arrays(self) -> list[mx.array]:
         """Every array held, for one evaluation after a prefill chunk."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import Finding
@@ -18,6 +19,10 @@ PROMISES = (
     "num_mtp_layers",
     "mtp_num_layers",
 )  # config keys that count the layers of a head
+KEEP_HEAD = (
+    "Without it the model runs undrafted: convert the original with `spec convert --keep-mtp`, extract its head with "
+    "`spec split-mtp` and pass that directory as --draft-model, or use another drafter"
+)
 _HEAD = re.compile(r"(?P<prefix>(?:[\w]+\.)*?(?:mtp|mtp_layers))\.(?:layers\.(?=\d)|(?=\d+\.))?(?P<layer>\d+)?\.?")
 _LAYER = re.compile(r"(?P<prefix>(?:[\w]+\.)*?layers)\.(?P<layer>\d+)\.(?P<rest>.+)")
 
@@ -60,6 +65,17 @@ def find_heads(config: Mapping[str, Any], index: Mapping[str, TensorInfo]) -> li
     ]
 
 
+def whole_index(path: Path, index: Mapping[str, TensorInfo] | None = None) -> dict[str, TensorInfo]:
+    """Tensors of a model folder, with those of a separate head file under names a head has inside a model.
+
+    index: `tensor_index(path)`, when it was read already.
+    """
+    from .tensorfiles import head_index, tensor_index
+
+    apart = {name if _HEAD.match(name) else f"mtp.{name}": info for name, info in head_index(path).items()}
+    return {**apart, **(tensor_index(path) if index is None else index)}
+
+
 def promised_layers(config: Mapping[str, Any]) -> int:
     """Head layers config.json declares, 0 when it declares none."""
     section = text_section(config)
@@ -79,7 +95,7 @@ def _about_heads(config: Mapping[str, Any], index: Mapping[str, TensorInfo]) -> 
     if promised and not heads:
         yield Finding(
             "C01", "warning", subject, "no head tensors", f"{promised} layers, as config.json declares",
-            "The model runs undrafted; use a drafter directory, or a checkpoint that kept its head",
+            KEEP_HEAD,
         )  # fmt: skip
     elif heads and not promised:
         names = ", ".join(head.prefix for head in heads)
@@ -124,7 +140,8 @@ def _missing_in_heads(config: Mapping[str, Any], index: Mapping[str, TensorInfo]
 
 def _whole(names: set[str]) -> set[str]:
     """Weight names without the companions of quantisation: a head may be stored in another precision."""
-    return {n for n in names if not n.endswith((".scales", ".biases")) and ".experts." not in n}
+    apart = (".experts.", ".switch_mlp.")  # one tensor per expert, or all of them in one
+    return {n for n in names if not n.endswith((".scales", ".biases")) and not any(part in n for part in apart)}
 
 
 def _about_sizes(config: Mapping[str, Any], index: Mapping[str, TensorInfo]) -> Iterator[Finding]:

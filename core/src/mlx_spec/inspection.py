@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .checkpoint import end_ids, read_config, tensor_index
 from .errors import Finding, PairError, SpecError
 from .generic_target import declared_context
-from .heads import Head, contradictions, find_heads, text_section
+from .heads import Head, contradictions, find_heads, text_section, whole_index
 from .identify import carries_embedding, identify
 from .memory import MemoryNeed, memory_needed
 from .refs import resolve
@@ -182,8 +182,9 @@ def _weights(
             "no tensor has a row per vocabulary entry: it borrows its target's table",
         )
         return
-    report.heads = find_heads(config, index)
-    report.problems += contradictions(config, index)
+    whole = _try(report, lambda: whole_index(report.path, index)) or index
+    report.heads = find_heads(config, whole)
+    report.problems += contradictions(config, whole)
 
 
 def count_parameters(index: Mapping[str, TensorInfo], quantisation: Mapping[str, Any] | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .errors import Finding, LoadError, NoEmbeddedMtpHead, PairError, RefusedError, SpecError, UsageError
@@ -84,8 +84,34 @@ def choose_drafter(
     Without a directory the target may draft for itself, with a head its checkpoint carries.
 
     Args:
+        options: drafting options by name; what the chosen kind does not read is refused.
         name_from, kind_from: flag or variable that gave the two, which an error names.
     """
+    choice = _choose(name, kind, target, name_from, kind_from)
+    return choice if choice is None or not options else _with_options(choice, options)
+
+
+def _with_options(choice: DrafterChoice, options: Mapping[str, object]) -> DrafterChoice:
+    """The same choice with the options in its card; UsageError for one that its drafter does not read."""
+    from .plugins import get_manager
+
+    known = get_manager().registry.options(choice.owner, choice.kind)
+    strange = next((name for name in options if name not in known), None)
+    if strange is not None:
+        raise UsageError(
+            f"drafting option {strange}",
+            found=f"{options[strange]!r} for a drafter of kind {choice.kind}",
+            expected=f"one that this kind reads: {', '.join(known) or 'none'}",
+            next_step="Drop it, or choose the kind it belongs to",
+            code="U78",
+        )
+    return replace(choice, card=replace(choice.card, extra={**choice.card.extra, **options}))
+
+
+def _choose(
+    name: str | None, kind: str | None, target: ModelRef | None, name_from: str, kind_from: str
+) -> DrafterChoice | None:
+    """`choose_drafter` without the options."""
     from .plugins import get_manager
     from .settings import plugins_note
 
@@ -109,7 +135,7 @@ def choose_drafter(
                 next_step="Drop one of the two",
                 code="U21",
             )
-        card = DrafterCard(kind=kind, model_type="", extra=dict(options))
+        card = DrafterCard(kind=kind, model_type="")
         return DrafterChoice(kind, None, card, registry.kind_owner(kind) or CORE, kind_from)
     if name is None and target is not None and kind != FULL_MODEL:
         own = registry.drafter_for(target, kind)
@@ -129,21 +155,21 @@ def choose_drafter(
         ref = open_ref(name)
     except SpecError as error:
         raise error if name_from == DRAFTER_FLAG else error.given_by(name_from)  # noqa: B904 - it is the same error
-    return _classify(ref, kind, options, target, kind_from)
+    return _classify(ref, kind, target, kind_from)
 
 
 def _no_head(target: ModelRef) -> NoEmbeddedMtpHead:
     """The error for a target that was asked to draft for itself; says when it has a head nobody reads."""
-    from .checkpoint import tensor_index
-    from .heads import find_heads
+    from .heads import KEEP_HEAD, find_heads, promised_layers, whole_index
 
-    heads = find_heads(target.config, tensor_index(target.path))
+    heads, promised = find_heads(target.config, whole_index(target.path)), promised_layers(target.config)
     names = ", ".join(head.prefix for head in heads)
+    nothing = f"no head tensors{f' (config.json declares {promised} layers)' if promised else ''}"
     return NoEmbeddedMtpHead(
         f"head of target {target.name} (model_type {target.model_type})",
-        found=f"tensors under {names}, which no installed plugin reads" if heads else "no head tensors",
+        found=f"tensors under {names}, which no installed plugin reads" if heads else nothing,
         expected="a head that an installed plugin reads",
-        next_step="Install the family's plugin" if heads else "Pass a directory that has the head as --draft-model",
+        next_step="Install the family's plugin" if heads else KEEP_HEAD,
         code="L20",
     )
 
@@ -164,9 +190,7 @@ def _recognised(
     return found if kind == card.kind or (kind is None and related) else None
 
 
-def _classify(
-    ref: ModelRef, kind: str | None, options: Mapping[str, object], target: ModelRef | None, kind_from: str
-) -> DrafterChoice:
+def _classify(ref: ModelRef, kind: str | None, target: ModelRef | None, kind_from: str) -> DrafterChoice:
     from .plugins import get_manager
 
     registry = get_manager().registry
@@ -197,7 +221,6 @@ def _classify(
         kind=FULL_MODEL,
         model_type=ref.model_type,
         vocab_size=vocab if isinstance(vocab, int) else None,
-        extra=dict(options),
     )
     owner = registry.kind_owner(FULL_MODEL) or CORE
     return DrafterChoice(FULL_MODEL, ref, card, owner, "directory" if kind is None else kind_from)

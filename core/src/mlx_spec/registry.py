@@ -53,6 +53,7 @@ class DrafterClaim:
     kind: str
     model_types: tuple[str, ...]
     detect: Detect | None = None
+    options: tuple[str, ...] = ()  # names of drafting options it reads from its card
 
     def card(self, ref: ModelRef) -> DrafterCard | None:
         """The card of `ref` when this claim covers it; reads files only."""
@@ -106,17 +107,22 @@ class Register:
         """Claim the targets whose config.json declares one of these model_types."""
         self.targets.extend(self._names("target model_type", (model_type, *more)))
 
-    def drafter(self, kind: str, model_types: Sequence[str] = (), detect: Detect | None = None) -> None:
+    def drafter(
+        self, kind: str, model_types: Sequence[str] = (), detect: Detect | None = None, options: Sequence[str] = ()
+    ) -> None:
         """Offer drafters of `kind` ("mtp", "dflash", ...).
 
         model_types: config.json model_types of the drafter directories; empty for kinds that need no
         directory of their own type. detect(ref) reads files only and returns a card, or None when the
         directory is something else; without it every directory of these model_types is taken. A model_type
         that is also a target's means a head in the target's own checkpoint: detect says whether it is there.
+        options: names of drafting options (`--spec-config`) it reads; they arrive in `card.extra`, and others
+        are refused before anything is loaded.
         """
         names = self._names("drafter model_type", (model_types,) if isinstance(model_types, str) else model_types)
         (kind,) = self._names("drafter kind", (kind,))
-        self.drafters.append(DrafterClaim(self.owner, kind, tuple(names), detect))
+        read = self._names("drafter option", options)
+        self.drafters.append(DrafterClaim(self.owner, kind, tuple(names), detect, tuple(read)))
 
     def kernel(self, record: Kernel) -> None:
         """Bring a kernel."""
@@ -207,6 +213,11 @@ class Registry:
     def kind_owners(self, kind: str) -> tuple[str, ...]:
         """Every plugin that offers drafters of `kind`, in the order they registered."""
         return tuple(dict.fromkeys(c.owner for c in self._claims if c.kind == kind))
+
+    def options(self, owner: str, kind: str) -> tuple[str, ...]:
+        """Drafting options that `owner`'s drafters of `kind` read, sorted."""
+        claims = (c for c in self._claims if c.owner == owner and c.kind == kind)
+        return tuple(sorted({name for c in claims for name in c.options}))
 
     def kinds(self) -> tuple[str, ...]:
         """Names of all drafter kinds, sorted."""

@@ -43,6 +43,7 @@ class Settings(BaseSettings):
     probe: bool = Field(True, description="run the exactness probe before speculating")
     allow_inexact: bool = Field(False, description="speculate although the probe declined")
     governor: bool = Field(True, description="choose the width per round by measured gain")
+    quantize_drafter: bool = Field(True, description="pack unquantised matrices of Qwen drafters to 4 bits on load")
     prefill_step: int = Field(2048, ge=1, description="prompt tokens per prefill chunk")
 
     kernels: Names | None = Field(None, description="off leaves all to mlx; op names use only these kernels")

@@ -59,6 +59,12 @@ class _Fields(BaseModel):
     adaptive: StrictBool | None = None
     prompt_lookup_min: int | None = Field(None, ge=1, le=64, strict=True)
     prompt_lookup_max: int | None = Field(None, ge=1, le=64, strict=True)
+    mtp_norms: Literal["weights", "deltas"] | None = None
+    mtp_hidden: Literal["post", "pre"] | None = None
+    mtp_concat: Literal["embedding-first", "hidden-first"] | None = None
+    draft_head_bits: Literal[4, 8] | None = None
+    draft_vocab: StrictStr | None = None
+    draft_vocab_size: int | None = Field(None, ge=1, strict=True)
 
 
 ALLOWED = tuple(_Fields.model_fields)
@@ -204,18 +210,20 @@ def _options(fields: _Fields) -> dict[str, Any]:
             next_step="Swap or correct them",
             code="U76",
         )
-    named = {"min_n": low, "max_n": high}
+    head = ("mtp_norms", "mtp_hidden", "mtp_concat", "draft_head_bits", "draft_vocab", "draft_vocab_size")
+    named = {"min_n": low, "max_n": high, **{name: getattr(fields, name) for name in head}}
     return {name: value for name, value in named.items() if value is not None}
 
 
 def _bad_value(problem: Any) -> UsageError:
     key, context = str(problem["loc"][0]), problem.get("ctx", {})
+    count = "a whole number " + ("of at least 1" if key == "draft_vocab_size" else "from 1 to 64")
     words = {
         "string_type": "text in quotes",
         "bool_type": "true or false",
-        "int_type": "a whole number from 1 to 64",
-        "greater_than_equal": "a whole number from 1 to 64",
-        "less_than_equal": "a whole number from 1 to 64",
+        "int_type": count,
+        "greater_than_equal": count,
+        "less_than_equal": count,
         "literal_error": str(context.get("expected")),
     }
     return UsageError(

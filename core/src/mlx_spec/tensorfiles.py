@@ -25,6 +25,7 @@ DTYPE_BITS: Mapping[str, int] = {
     "C64": 64,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+HEAD_STEMS = ("model-mtp-head", "mtp")  # files beside the model's that hold a drafter head alone
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
 _SAMPLE_BYTES = 64
 _AGAIN = "Download or copy the file again"
@@ -93,7 +94,21 @@ def weight_files(path: Path, stem: str = "model") -> list[Path]:
                 code="L11",
             )
         return [path / name for name in listed]
-    return _without_index(path, sorted(path.glob(f"{stem}*.safetensors")), stem)
+    files = sorted(path.glob(f"{stem}*.safetensors"))
+    return _without_index(path, [file for file in files if file.stem == stem or file.stem not in HEAD_STEMS], stem)
+
+
+def head_index(path: Path) -> dict[str, TensorInfo]:
+    """Tensors of the files in `HEAD_STEMS` that are no part of the model itself, under the names stored there.
+
+    Headers only. Empty when there is no such file, or when the model's own index lists it.
+    """
+    files = [path / f"{stem}.safetensors" for stem in HEAD_STEMS]
+    present = [file for file in files if file.exists()]
+    if not present:
+        return {}
+    own = set(weight_files(path))
+    return {name: info for file in present if file not in own for name, info in read_header(file).items()}
 
 
 def _without_index(path: Path, files: list[Path], stem: str) -> list[Path]:
@@ -273,7 +288,13 @@ def load_tensors(
 
     names: exact names (a missing one is a LoadError) or a predicate on the name.
     """
-    index = tensor_index(path, stem)
+    return load_indexed(path, names, tensor_index(path, stem))
+
+
+def load_indexed(
+    path: Path, names: Collection[str] | Callable[[str], bool], index: Mapping[str, TensorInfo]
+) -> dict[str, mx.array]:
+    """As `load_tensors`, of an index that was read already; `path` is only named in messages."""
     wanted = {name for name in index if names(name)} if callable(names) else set(names)
     absent = sorted(wanted - index.keys())
     if absent:
@@ -326,13 +347,15 @@ def check_finite(tensors: Mapping[str, mx.array], what: str = "weights") -> None
 def fingerprint(path: Path, stem: str = "model") -> str:
     """sha256 (hex) over config.json and, per weight file, name, size, header and a sample of each tensor.
 
+    A separate head file counts as a weight file.
+
     Reads 64 bytes from the middle of each tensor, so it costs milliseconds for files of any size.
     """
     digest = hashlib.sha256()
     config = path / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())
-    index = tensor_index(path, stem)
+    index = {**(head_index(path) if stem == "model" else {}), **tensor_index(path, stem)}
     for file in sorted({info.file for info in index.values()}):
         inside = sorted((i for i in index.values() if i.file == file), key=lambda i: i.offset)
         with file.open("rb") as stream:
