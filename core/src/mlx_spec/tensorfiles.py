@@ -99,7 +99,7 @@ def weight_files(path: Path, stem: str = "model") -> list[Path]:
 
 
 def head_index(path: Path) -> dict[str, TensorInfo]:
-    """Tensors of the files in `HEAD_STEMS` that are no part of the model itself, under the names stored there.
+    """Tensors of `HEAD_STEMS` files that are no part of the model itself, by the names stored there.
 
     Headers only. Empty when there is no such file, or when the model's own index lists it.
     """
