@@ -7,7 +7,7 @@ import itertools
 import mlx.core as mx
 import pytest
 
-from mlx_spec.accept import RowPlan, accept, cut
+from mlx_spec.accept import RowPlan, RowResult, accept, cut, in_step
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Verdict
 
@@ -58,3 +58,13 @@ def test_report_125_acceptance_is_what_was_tested(right: int, rate: float) -> No
     found = accept(plan, logits, Draft(mx.array([guess, target[:4]]), [4, 2])).read()
     assert found[0].accepted / len(found[0].draft_ids) == rate
     assert (found[1].accepted, found[1].draft_ids) == (2, [3, 1])
+
+
+def test_rows_in_step_keep_the_fewest_accepted_drafts_and_one_token_more() -> None:
+    logprobs = [(token, -0.5, []) for token in (1, 2, 3)]
+    long = RowResult([1, 2, 3], 2, [1, 2, 9], error="not finite", logprobs=logprobs)
+    short = RowResult([4, 5], 1, [4, 8, 9], draft_fault="id out of range")
+    assert in_step([long, short]) == [RowResult([1, 2], 1, [1, 2, 9], logprobs=logprobs[:2]), short]
+    failing = RowResult([7], 1, [7, 8], error="not finite")
+    assert in_step([failing, long])[0] == failing, "the row that cannot go on is the one that says so"
+    assert in_step([long]) == [long] and in_step([]) == []

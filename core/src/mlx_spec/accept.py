@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 
 import mlx.core as mx
@@ -350,6 +350,25 @@ def _logprob(values: Sequence[int], i: int, token: int, count: int, layout: Layo
 
 def _as_float(bits: int) -> float:
     return float(struct.unpack("<f", struct.pack("<i", bits))[0])
+
+
+def in_step(results: Sequence[RowResult]) -> list[RowResult]:
+    """The same verdicts with every row cut to the fewest accepted drafts among them, and one token more.
+
+    That token is, like the ones before it, what its row emits at that position without company: the target's
+    own under greedy and `coupled`, and a draw from the target's law under `rejection`, whether it was an
+    accepted draft or came from the residual. What stands after it is forgotten and drawn anew. Where a row is
+    cut depends on its own randomness only up to the token it ends with, so the replies keep their law.
+    """
+    fewest = min((r.accepted for r in results), default=0)
+    return [r if r.accepted <= fewest else _shortened(r, fewest) for r in results]
+
+
+def _shortened(result: RowResult, accepted: int) -> RowResult:
+    """`result` as if only `accepted` drafts had been accepted; an error further on has not come up yet."""
+    end = accepted + 1
+    logprobs = None if result.logprobs is None else result.logprobs[:end]
+    return replace(result, tokens=result.tokens[:end], accepted=accepted, error="", logprobs=logprobs)
 
 
 def cut(tokens: Sequence[int], stop_ids: Collection[int], remaining: int, accepted: int = 0) -> Verdict:

@@ -91,6 +91,7 @@ class Advancer:
         report.block_size = plan.block_size if row.governor is not None else 1
         report.block_size_from = plan.block_size_from
         report.exactness = plan.level
+        report.per_row_accepts = plan.per_row_accepts
         row.timings.draft_kind = report.method
         report.reason = (
             plan.reason if row.governor is not None or not plan.active else "the request turned drafting off"
@@ -259,7 +260,7 @@ class Advancer:
         if not any(draft.counts or ()):
             return self._nothing_drafted(rows)
         self._empty = 0
-        outcome = verify(lane, self.hooks, rows, draft, self.judge, clock)
+        outcome = verify(lane, self.hooks, rows, draft, self.judge, clock, self.pair.plan.per_row_accepts)
         emissions = [self._settle(row, r, n) for row, r, n in zip(rows, outcome.rows, draft.counts or (), strict=True)]
         clock.lap("emit")
         keep = [max(1, len(e.tokens)) for e in emissions]

@@ -41,6 +41,7 @@ class Plan:
         block_size, block_size_from: L (anchor counted) and who decided it.
         exactness: the probe's report, None before a probe or without a drafter.
         reason: why it is (not) active, in one sentence.
+        per_row_accepts: False when the rows of a lane all keep the fewest drafts accepted in it.
         notes, findings: everything else said while loading.
         kernels: what runs in the place of mlx's own operations, in both models.
     """
@@ -52,6 +53,7 @@ class Plan:
     exactness: ExactnessReport | None = None
     exactness_asked: str = "greedy"
     reason: str = "no drafter was asked for"
+    per_row_accepts: bool = True
     kv_bits: int | None = None
     kv_group_size: int = 64
     prefill_step: int = 2048
@@ -79,10 +81,11 @@ class Plan:
     def line(self) -> str:
         """The start line: one line of key=value pairs."""
         state = "on" if self.active else "off"
+        accepts = "" if self.per_row_accepts else "accepts=shortest-row "
         return (
             f"speculation={state} kind={self.requested} block_size={self.block_size} "
-            f"block_size_from={self.block_size_from.replace(' ', '-')} exactness={self.level} reason={self.reason!r} "
-            f"kernels={self.kernels.line()!r}"
+            f"block_size_from={self.block_size_from.replace(' ', '-')} exactness={self.level} {accepts}"
+            f"reason={self.reason!r} kernels={self.kernels.line()!r}"
         )
 
 
@@ -276,6 +279,7 @@ def _choose_width(pair: Pair, block_size: int | None, source: str) -> None:
     plan.block_size, plan.block_size_from = chosen.L, chosen.source
     plan.notes += chosen.notes
     plan.active = chosen.L > 1
+    plan.per_row_accepts = drafter.kind != "dflash" or get_settings().dflash_per_row_accepts
     plan.reason = "drafter loaded" if plan.active else "block size 1 turns drafting off"
     if plan.active and plan.kv_bits is not None and not drafter.capabilities.quantised_kv:
         plan.active = False

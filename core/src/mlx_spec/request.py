@@ -68,7 +68,8 @@ class Timings:
 class SpeculationReport:
     """Which path served a request, and why.
 
-    `acceptance_by_position[i]` is accepted / proposed of draft position i + 1.
+    `acceptance_by_position[i]` is accepted / proposed of draft position i + 1. Without `per_row_accepts` every
+    row of a lane counts the fewest drafts accepted in it.
     """
 
     requested: str = "none"
@@ -77,6 +78,7 @@ class SpeculationReport:
     block_size: int = 1
     block_size_from: str = ""
     exactness: str = "unproven"
+    per_row_accepts: bool = True
     law: str = "greedy"
     acceptance_by_position: list[float] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)

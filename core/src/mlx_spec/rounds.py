@@ -161,12 +161,24 @@ class Outcome:
     taps: dict[str, mx.array]
 
 
-def verify(lane: Lane, hooks: RoundHooks, rows: Sequence[Row], draft: Draft, judge: Judge, clock: Clock) -> Outcome:
+def verify(
+    lane: Lane,
+    hooks: RoundHooks,
+    rows: Sequence[Row],
+    draft: Draft,
+    judge: Judge,
+    clock: Clock,
+    per_row_accepts: bool = True,
+) -> Outcome:
     """Mark, run the target over [anchor, *draft], and read the verdict numbers with one host sync."""
     lane.mark = lane.states.mark()
     positions = [n + 1 for n in lane.lengths]
     seen = hooks.verify(lane=lane, draft=clip_ids(draft, lane.target.vocab_size))
     clock.lap("verify", seen.logits)
     results = judge.judge(rows, seen.logits, draft, positions)
+    if not per_row_accepts:
+        from .accept import in_step
+
+        results = in_step(results)
     clock.lap("accept")
     return Outcome(draft, results, seen.taps)

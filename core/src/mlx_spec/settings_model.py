@@ -45,6 +45,9 @@ class Settings(BaseSettings):
     governor: bool = Field(True, description="choose the width per round by measured gain")
     quantize_drafter: bool = Field(True, description="pack unquantised matrices of Qwen drafters to 4 bits on load")
     prefill_step: int = Field(2048, ge=1, description="prompt tokens per prefill chunk")
+    dflash_per_row_accepts: bool = Field(
+        True, description="off: rows drafted together by dflash all keep the fewest accepted drafts"
+    )
 
     kernels: Names | None = Field(None, description="off leaves all to mlx; op names use only these kernels")
     threads: int | None = Field(None, ge=1, description="threads of CPU kernels; default: all usable cores")
