@@ -22,6 +22,16 @@ class Odd:
         raise RuntimeError("scripted")
 
 
+class Hostile:
+    """Looks like a number and like a list, and is neither."""
+
+    def __index__(self) -> int:
+        raise RuntimeError("scripted")
+
+    def __iter__(self):
+        raise RuntimeError("scripted")
+
+
 FIELDS = [
     ("prompt", None, "U38"),
     ("prompt", 5, "U38"),
@@ -31,6 +41,10 @@ FIELDS = [
     ("prompt", {3, 5}, "U38"),
     ("prompt", mx.array(3), "U38"),
     ("prompt", Odd(), "U38"),
+    ("prompt", Hostile(), "U38"),
+    ("prompt", bytearray(b"text"), "U38"),
+    ("prompt", [Hostile()], "U11"),
+    ("prompt", [mx.array(1.5)], "U11"),
     ("prompt", [], "U10"),
     ("prompt", range(0), "U10"),
     ("prompt", [3, None], "U11"),
@@ -49,6 +63,10 @@ FIELDS = [
     ("max_tokens", 4.0, "U15"),
     ("max_tokens", "4", "U15"),
     ("max_tokens", True, "U15"),
+    ("max_tokens", Hostile(), "U15"),
+    ("max_tokens", np.array([4, 5]), "U15"),
+    ("max_tokens", mx.array([4, 5]), "U15"),
+    ("max_tokens", mx.array([1.5]), "U15"),
     ("sampling", 0, "U29"),
     ("sampling", {}, "U29"),
     ("sampling", {"temperature": 1.0}, "U29"),
@@ -86,7 +104,7 @@ def test_a_field_that_cannot_be_used_is_refused_before_anything_is_queued(pair, 
     assert engine.submit(Request(PROMPT, GREEDY, 2)).result().finish_reason == "length"
 
 
-@pytest.mark.parametrize(("name", "value", "code"), [f for f in FIELDS if f[1] != "text"])
+@pytest.mark.parametrize(("name", "value", "code"), [f for f in FIELDS if not isinstance(f[1], str) or f[1] != "text"])
 def test_the_same_is_refused_by_generate_and_by_stream_at_once(pair, name, value, code):
     given = {"prompt": PROMPT, "max_tokens": 4, name: value}
     for way in (generate, stream):

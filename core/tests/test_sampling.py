@@ -5,11 +5,31 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from mlx_spec.errors import UsageError
 from mlx_spec.sampling import MAX_STOP_LENGTH, MAX_STOPS, Sampling
+
+
+class Hostile:
+    """Looks like a number and like a list, and is neither."""
+
+    def __index__(self) -> int:
+        raise RuntimeError("scripted")
+
+    def __iter__(self):
+        raise RuntimeError("scripted")
+
+
+class HostileNumber(Fraction):
+    """A number that cannot be read."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("scripted")
+
 
 NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, False, "0.5", "4", b"1", [], {}, object(), 1 + 2j, 10**400]
 NUMBERS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
@@ -68,6 +88,12 @@ def test_what_is_no_integer_is_refused_by_name(name: str, value: object) -> None
         ("stop_ids", 3),
         ("stop_ids", [-1]),
         ("stop_ids", [True]),
+        ("stop_ids", range(10**12)),
+        ("stop_ids", np.array([[1, 2], [3, 4]])),
+        ("stop_ids", Hostile()),
+        ("logit_bias", {Hostile(): 1.0}),
+        ("temperature", HostileNumber(1)),
+        ("acceptance", np.array(["rejection", "coupled"])),
         ("processors", "f"),
         ("processors", [1]),
     ],
@@ -173,3 +199,15 @@ def test_a_value_that_cannot_be_shown_is_refused_like_any_other():
 
     with pytest.raises(UsageError, match="something that cannot be shown"):
         Sampling(temperature=Mute())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("values", [None, 3, "temperature", [("temperature", 1.0)]])
+def test_settings_come_as_a_mapping(values: object) -> None:
+    with pytest.raises(UsageError, match="^sampling: found .* expected a mapping"):
+        Sampling.from_mapping(values)
+
+
+def test_numbers_and_ids_of_numpy_are_taken() -> None:
+    settings = Sampling(top_k=np.int64(3), stop_ids=np.array([4, 4, 5]), seed=np.uint64(2**63))
+    assert (settings.top_k, settings.stop_ids, settings.seed) == (3, (4, 5), 2**63)
+    assert type(settings.top_k) is int

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .errors import UsageError
 from .request import Request
 from .sampling import Sampling
+from .values import as_integer, as_items, shown
 from .width import check_block_size
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _check_type(what: str, value: object, kind: type) -> None:
         return
     raise UsageError(
         what,
-        found=f"{type(value).__name__} {_shown(value)}",
+        found=f"{type(value).__name__} {shown(value)}",
         expected="True or False" if kind is bool else f"a value of type {kind.__name__}",
         next_step=f"Correct {what}",
         code="U29",
@@ -47,10 +47,11 @@ def _check_type(what: str, value: object, kind: type) -> None:
 
 
 def _whole(value: object) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or (number := int(value)) < 0:  # type: ignore[call-overload]
+    number = as_integer(value)
+    if number is None or number < 0:
         raise UsageError(
             "max_tokens",
-            found=_shown(value),
+            found=shown(value),
             expected="an integer of at least 0",
             next_step="Give a length",
             code="U15",
@@ -72,19 +73,16 @@ def _check_sampling(sampling: Sampling, pair: Pair) -> None:
 
 def prompt_ids(prompt: object) -> list[object]:
     """The items of a prompt that is no text: a list, a range or a one-dimensional array; else UsageError."""
-    try:
-        if isinstance(prompt, (str, bytes, Mapping, set, frozenset)) or not isinstance(prompt, Iterable):
-            raise TypeError
-        items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        return list(items)
-    except TypeError:
+    items = as_items(prompt)
+    if items is None:
         raise UsageError(
             "prompt",
-            found=f"{type(prompt).__name__} {_shown(prompt)}",
+            found=f"{type(prompt).__name__} {shown(prompt)}",
             expected="a list of token ids",
             next_step="Encode text with the tokenizer of the pair",
             code="U38",
-        ) from None
+        )
+    return items
 
 
 def check_prompt(prompt: object, vocab_size: int, context: int) -> list[int]:
@@ -96,15 +94,15 @@ def check_prompt(prompt: object, vocab_size: int, context: int) -> list[int]:
         )
     ids: list[int] = []
     for i, token in enumerate(items):
-        if isinstance(token, bool) or not hasattr(token, "__index__"):
+        value = as_integer(token)
+        if value is None:
             raise UsageError(
                 f"prompt token {i}",
-                found=_shown(token),
+                found=shown(token),
                 expected="an integer id",
                 next_step="Give token ids",
                 code="U11",
             )
-        value = int(token)  # type: ignore[call-overload]
         if not 0 <= value < vocab_size:
             raise UsageError(
                 f"prompt token {i}",
@@ -131,16 +129,8 @@ def check_rows(max_rows: object) -> int:
         return max_rows
     raise UsageError(
         "max_rows",
-        found=_shown(max_rows),
+        found=shown(max_rows),
         expected="an integer of at least 1",
         next_step="Give the number of requests served at once",
         code="U37",
     )
-
-
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # somebody else's __repr__
-        text = "something that cannot be shown"
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 from .errors import UsageError
 from .types import Acceptance
+from .values import as_integer, as_items, shown
 
 GREEDY_UP_TO = 1e-3  # at and below this temperature every draw is the argmax
 MAX_TEMPERATURE = 100.0
@@ -24,6 +25,7 @@ MAX_CONTEXT = 1_000_000
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
+MAX_STOP_IDS = 1 << 20
 MAX_ID = 2**31 - 1
 SEED_RANGE = (-(2**63), 2**64 - 1)
 
@@ -79,6 +81,8 @@ class Sampling:
     def from_mapping(cls, values: Mapping[str, Any]) -> Sampling:
         """Settings from a plain mapping (JSON, flags); unknown names are refused."""
         known = [f.name for f in fields(cls)]
+        if not isinstance(values, Mapping):
+            raise _refuse("sampling", shown(values), "a mapping of settings", f"Give any of {', '.join(known)}")
         for name in values:
             if name not in known:
                 raise _refuse(str(name), "an unknown sampling setting", f"one of {', '.join(known)}", "Remove it")
@@ -141,34 +145,28 @@ def _refuse(name: str, found: object, expected: str, next_step: str) -> UsageErr
     return UsageError(name, found=found, expected=expected, next_step=next_step, code="U20")
 
 
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # somebody else's __repr__
-        text = "something that cannot be shown"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _real(name: str, value: object, low: float, high: float) -> float:
     expected = f"a number from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise _refuse(name, _shown(value), expected, "Give a number")
+        raise _refuse(name, shown(value), expected, "Give a number")
     try:
         number = float(value)
     except OverflowError:  # an integer beyond floats; refused by the range below
         number = math.inf
+    except Exception:  # somebody else's __float__
+        raise _refuse(name, shown(value), expected, "Give a number") from None
     if not low <= number <= high:  # also refuses NaN
-        raise _refuse(name, _shown(value), expected, "Choose a value in that range")
+        raise _refuse(name, shown(value), expected, "Choose a value in that range")
     return number
 
 
 def _whole(name: str, value: object, low: int, high: int) -> int:
     expected = f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise _refuse(name, _shown(value), expected, "Give a whole number")
-    number = int(value)
+    number = as_integer(value)
+    if number is None:
+        raise _refuse(name, shown(value), expected, "Give a whole number")
     if not low <= number <= high:
-        raise _refuse(name, _shown(value), expected, "Choose a value in that range")
+        raise _refuse(name, shown(value), expected, "Choose a value in that range")
     return number
 
 
@@ -196,9 +194,9 @@ def _top_k(name: str, value: object) -> int:
 
 
 def _acceptance(name: str, value: object) -> str | None:
-    if value in (None, "rejection", "coupled"):
+    if value is None or (isinstance(value, str) and value in ("rejection", "coupled")):
         return value  # type: ignore[return-value]
-    raise _refuse(name, _shown(value), "rejection or coupled", "Leave it out, or choose one of the two")
+    raise _refuse(name, shown(value), "rejection or coupled", "Leave it out, or choose one of the two")
 
 
 def _stop(name: str, value: object) -> tuple[str, ...]:
@@ -206,12 +204,12 @@ def _stop(name: str, value: object) -> tuple[str, ...]:
     if entries is None:
         return ()
     if not isinstance(entries, (list, tuple)):
-        raise _refuse(name, _shown(value), "a string or a list of strings", "Give stop strings")
+        raise _refuse(name, shown(value), "a string or a list of strings", "Give stop strings")
     if len(entries) > MAX_STOPS:
         raise _refuse(name, f"{len(entries)} strings", f"at most {MAX_STOPS}", "Give fewer stop strings")
     for entry in entries:
         if not isinstance(entry, str):
-            raise _refuse(name, _shown(entry), "a string", "Give stop strings; ids go into stop_ids")
+            raise _refuse(name, shown(entry), "a string", "Give stop strings; ids go into stop_ids")
         if len(entry) > MAX_STOP_LENGTH:
             raise _refuse(name, f"{len(entry)} characters", f"at most {MAX_STOP_LENGTH} per string", "Shorten it")
     return tuple(dict.fromkeys(entry for entry in entries if entry))
@@ -220,16 +218,19 @@ def _stop(name: str, value: object) -> tuple[str, ...]:
 def _ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise _refuse(name, _shown(value), "a list of token ids", "Give a list of integers")
-    return tuple(dict.fromkeys(_whole(name, token, 0, MAX_ID) for token in value))
+    items = value if isinstance(value, (set, frozenset)) else as_items(value)
+    if items is None:
+        raise _refuse(name, shown(value), "a list of token ids", "Give a list of integers")
+    if len(items) > MAX_STOP_IDS:
+        raise _refuse(name, f"{len(items)} ids or more", f"at most {MAX_STOP_IDS}", "Give fewer ids")
+    return tuple(dict.fromkeys(_whole(name, token, 0, MAX_ID) for token in items))
 
 
 def _bias(name: str, value: object) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise _refuse(name, _shown(value), "a mapping of token id to bias", "Give {id: bias}")
+        raise _refuse(name, shown(value), "a mapping of token id to bias", "Give {id: bias}")
     out = {}
     for key, bias in value.items():
         # JSON objects have string keys only
@@ -243,7 +244,7 @@ def _processors(name: str, value: object) -> tuple[Processor, ...]:
     if entries is None:
         return ()
     if not isinstance(entries, (list, tuple)) or not all(callable(entry) for entry in entries):
-        raise _refuse(name, _shown(value), "callables (tokens, logits) -> logits", "Give functions")
+        raise _refuse(name, shown(value), "callables (tokens, logits) -> logits", "Give functions")
     return tuple(entries)
 
 
