@@ -13,7 +13,7 @@ TOKENS ?= 200
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-PROJECTS := constraints.txt core/pyproject.toml plugins/gemma4/pyproject.toml
+PROJECTS := constraints.txt core/pyproject.toml plugins/gemma4/pyproject.toml plugins/qwen35/pyproject.toml
 NATIVE := $(wildcard plugins/cpu/pyproject.toml plugins/cpu/CMakeLists.txt plugins/cpu/native/*)
 # As CMake looks for one: without a compiler the plugin installs, and MLX's own operations run.
 COMPILER = $(shell for name in $${CXX:-} c++ g++ clang++; do command -v $$name && break; done)
@@ -31,7 +31,7 @@ test: .venv/.test
 lint: .venv/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy core/src plugins/gemma4/src plugins/cpu/src examples/mimo/src
+	$(BIN)/mypy core/src plugins/gemma4/src plugins/qwen35/src plugins/cpu/src examples/mimo/src
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir .site
@@ -52,7 +52,7 @@ clean:
 
 .venv/.demo: $(PROJECTS) $(NATIVE) | .venv/bin/python
 	@echo "Installing mlx-spec, its plugins and MLX into .venv, $(KERNELS); this takes some minutes the first time."
-	$(PIP) install -c constraints.txt -e "./core$(EXTRA)" -e ./plugins/gemma4 -e ./plugins/cpu
+	$(PIP) install -c constraints.txt -e "./core$(EXTRA)" -e ./plugins/gemma4 -e ./plugins/qwen35 -e ./plugins/cpu
 	@touch $@
 
 .venv/.test: $(PROJECTS) $(NATIVE) examples/mimo/pyproject.toml requirements-dev.txt | .venv/bin/python

@@ -1,4 +1,4 @@
-"""Per-layer caches that can return to a mark: attention K/V, sliding windows, quantised K/V.
+"""Per-layer caches that can return to a mark: K/V, sliding windows, quantised K/V, gated delta.
 
 Importing this package does not import mlx; reading one of the names below that needs it does.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .base import Mark, State
 
 if TYPE_CHECKING:
+    from .delta import DeltaState
     from .group import StateGroup, from_mlx_lm
     from .kv import KVState
     from .quantised import QuantisedKVState, QuantisedWindowState
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .window import WindowState
 
 __all__ = [
+    "DeltaState",
     "KVState",
     "KVView",
     "Mark",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "DeltaState": "delta",
     "KVState": "kv",
     "KVView": "view",
     "QuantisedKVState": "quantised",

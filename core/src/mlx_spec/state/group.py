@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..errors import LoadError, RequestError
 from .base import Mark, State
+from .delta import DeltaState  # noqa: F401  its name must be known before a file is read
 from .files import read_state, write_state
 from .kv import KVState
 from .quantised import QuantisedKVState

@@ -1,0 +1,55 @@
+"""The conformance kit on Qwen 3.5: plugin, targets and states, on tiny checkpoints."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mlx_spec.testing import PluginContract, StateContract, TargetContract
+
+TARGET = {"batch", "sampling", "recurrent", "conv", "taps", "quantised_kv"}
+
+
+class Dense:
+    """Untied, flat."""
+
+    family = "qwen35"
+    options: ClassVar = {"variant": "dense"}
+
+
+class Published:
+    """The published layout: a wrapper with a vision tower and an MTP head, tied."""
+
+    family = "qwen35"
+    options: ClassVar = {"variant": "tied", "wrapper": True, "raw": True, "drafter": "own"}
+
+
+class Experts:
+    """Experts, quantised, activations in bfloat16."""
+
+    family = "qwen35"
+    options: ClassVar = {"variant": "moe", "bits": 4, "dtype": "bfloat16"}
+
+
+class TestPlugin(PluginContract):
+    plugin = "mlx_spec_qwen35.plugin"
+    entry_point = "qwen35"
+
+
+class TestTargetDense(Dense, TargetContract):
+    capabilities = TARGET
+
+
+class TestTargetPublished(Published, TargetContract):
+    capabilities = TARGET
+
+
+class TestTargetExperts(Experts, TargetContract):
+    capabilities = TARGET
+
+
+class TestStateDense(Dense, StateContract):
+    capabilities = TARGET
+
+
+class TestStateExperts(Experts, StateContract):
+    capabilities = TARGET
