@@ -1,15 +1,18 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 
 #include <atomic>
 #include <chrono>
 #include <vector>
 
 #include "attention.h"
+#include "embedding.h"
 #include "linear.h"
 #include "mlx/version.h"
 #include "pool.h"
+#include "rope.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -49,7 +52,7 @@ double multiply_add_rate() {
 
 NB_MODULE(_native, m) {
   nb::module_::import_("mlx.core");  // registers the array type
-  m.attr("interface") = 1;  // INTERFACE of native.py: raised with every change of names or arguments below
+  m.attr("interface") = 2;  // INTERFACE of native.py: raised with every change of names or arguments below
   m.attr("built_for") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                         std::to_string(MLX_VERSION_PATCH);
   m.def(
@@ -83,6 +86,21 @@ NB_MODULE(_native, m) {
         return spec::attention(q, k, v, scale, mask, causal, {});
       },
       "queries"_a, "keys"_a, "values"_a, "scale"_a, "mask"_a = nb::none(), "causal"_a = false);
+  m.def(
+      "rope",
+      [](const mlx::core::array& x, int dims, bool neighbours, float scale, const mlx::core::array& inverse,
+         const std::variant<int, mlx::core::array>& offset) {
+        return spec::rope(x, dims, neighbours, scale, inverse, offset, {});
+      },
+      "x"_a, "dims"_a, "neighbours"_a, "scale"_a, "inverse"_a, "offset"_a = 0);
+  m.def(
+      "rows",
+      [](const mlx::core::array& indices, const mlx::core::array& w, const std::optional<mlx::core::array>& scales,
+         const std::optional<mlx::core::array>& biases, const std::string& mode, int group, int bits) {
+        return spec::rows(indices, w, scales, biases, {mode, group, bits}, {});
+      },
+      "indices"_a, "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "mode"_a = "dense", "group_size"_a = 0,
+      "bits"_a = 0);
   m.def("read_rate", &read_rate, "mib"_a = 256, nb::call_guard<nb::gil_scoped_release>());
   m.def("multiply_add_rate", &multiply_add_rate, nb::call_guard<nb::gil_scoped_release>());
   m.def("threads", &spec::threads);

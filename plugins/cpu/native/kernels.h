@@ -56,6 +56,17 @@ struct Attention {
   float* scratch;
 };
 
+// One row of x (D,) with its first `dims` elements turned by angles, one per pair; the rest is copied.
+// Cosines and sines are `dims / 2` floats, rounded as `type` stores them and padded to whole vectors.
+struct Rotation {
+  const void* x;
+  void* y;
+  Type type;
+  int64_t stride, dims, D;
+  bool neighbours;  // pairs are elements 2i and 2i + 1, else i and i + dims / 2
+  const float *cosines, *sines;
+};
+
 struct Kernels {
   const char* name;
   // Floats of scratch one call of `product` needs.
@@ -74,6 +85,9 @@ struct Kernels {
               void* y, Type y_type);
   int64_t (*attention_floats)(const Attention&);
   void (*attend)(const Attention&);
+  // Cosines and sines of angles, as mlx computes them, rounded as `type` stores them.
+  void (*waves)(const float* angles, int64_t count, Type type, float* cosines, float* sines);
+  void (*rotate)(const Rotation&);
   // What the machine can do, for benchmarks: the sum of n floats, and n rounds of independent multiply-adds.
   float (*read)(const float*, int64_t n);
   float (*multiply_add)(int64_t rounds);

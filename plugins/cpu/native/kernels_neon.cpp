@@ -9,12 +9,9 @@ namespace spec {
 namespace {
 #include "scalar.h"
 #include "vec_plain.h"
-#include "linear.inl"
-#include "norm.inl"
-#include "attention.inl"
-#include "limits.inl"
+#include "table.inl"
 
-const Kernels kernels = {"neon", scratch_floats, columns, product, prepare, W, direct, rms, attention_floats, attend, read, multiply_add, W * CHAINS};
+const Kernels kernels = table("neon");
 }  // namespace
 
 const Kernels* neon_kernels() { return &kernels; }

@@ -297,7 +297,7 @@ class RmsNorm : public mx::Primitive {
   float eps_;
 };
 
-void check_packed(const mx::array& x, const mx::array& w, const std::optional<mx::array>& scales,
+void check_packed(int64_t K, const mx::array& w, const std::optional<mx::array>& scales,
                   const std::optional<mx::array>& biases, const Layout& l) {
   const bool affine = l.mode == "affine";
   if (!affine && l.mode != "mxfp4" && l.mode != "nvfp4") refuse("quantisation mode", l.mode, "affine, mxfp4 or nvfp4");
@@ -306,7 +306,6 @@ void check_packed(const mx::array& x, const mx::array& w, const std::optional<mx
   const bool good_group = affine ? (l.group == 32 || l.group == 64 || l.group == 128) : l.group == (l.mode == "nvfp4" ? 16 : 32);
   if (!good_group) refuse("group size of " + l.mode + " weights", text(l.group), affine ? "32, 64 or 128" : l.mode == "nvfp4" ? "16" : "32");
   if (w.dtype() != mx::uint32) refuse("packed weights", text(w.dtype()), "uint32");
-  const int64_t K = x.shape(-1);
   if (int64_t(w.shape(-1)) * 32 != K * l.bits || K % l.group) {
     refuse("packed weights", "shape " + text(w.shape()), text(K) + " columns of " + text(l.bits) + " bits, in whole groups");
   }
@@ -328,12 +327,7 @@ void check(const mx::array& x, const mx::array& w, const std::optional<mx::array
   if (x.ndim() < size_t(axes - 1) || x.ndim() == 0) refuse("activations", "shape " + text(x.shape()), "rows");
   if (!stored_type(x.dtype())) refuse("activations", text(x.dtype()), "float32, float16 or bfloat16");
   if (w.ndim() != size_t(axes)) refuse("weights", "shape " + text(w.shape()), text(axes) + " axes");
-  if (layout.mode == "dense") {
-    if (!stored_type(w.dtype())) refuse("weights", text(w.dtype()), "float32, float16 or bfloat16");
-    if (w.shape(-1) != x.shape(-1)) refuse("weights", "shape " + text(w.shape()), text(x.shape(-1)) + " columns");
-  } else {
-    check_packed(x, w, scales, biases, layout);
-  }
+  check_weights(x.shape(-1), w, scales, biases, layout);
   if (bias && (bias->shape() != mx::Shape{w.shape(-2)} || !stored_type(bias->dtype()))) {
     refuse("bias", text(bias->dtype()) + " of shape " + text(bias->shape()), "floats of shape (" + text(w.shape(-2)) + ",)");
   }
@@ -355,6 +349,13 @@ std::vector<mx::array> present(const mx::array& x, const mx::array& w, std::init
 }
 
 }  // namespace
+
+void check_weights(int64_t K, const mx::array& w, const std::optional<mx::array>& scales,
+                   const std::optional<mx::array>& biases, const Layout& layout) {
+  if (layout.mode != "dense") return check_packed(K, w, scales, biases, layout);
+  if (!stored_type(w.dtype())) refuse("weights", text(w.dtype()), "float32, float16 or bfloat16");
+  if (w.shape(-1) != K) refuse("weights", "shape " + text(w.shape()), text(K) + " columns");
+}
 
 std::optional<Type> stored_type(mx::Dtype dtype) {
   switch (dtype.val()) {

@@ -41,6 +41,10 @@ struct Layout {
   bool operator==(const Layout&) const = default;
 };
 
+// Raises std::invalid_argument unless w holds rows of K weights in that layout.
+void check_weights(int64_t K, const mx::array& w, const std::optional<mx::array>& scales,
+                   const std::optional<mx::array>& biases, const Layout& layout);
+
 // x (..., K) times w (N, K) transposed, plus bias (N,): (..., N). Scales and biases belong to packed weights.
 // Raises std::invalid_argument, naming shapes or dtypes, for what it cannot multiply.
 mx::array linear(const mx::array& x, const mx::array& w, const std::optional<mx::array>& scales,

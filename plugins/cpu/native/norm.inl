@@ -1,12 +1,5 @@
 // Row-wise operations that are not products. Included inside the kernel file's namespace.
 
-// A float as the value it has after being stored as `type`.
-static inline float rounded(float value, Type type) {
-  if (type == Type::bf16) return bf16_to_float(float_to_bf16(value));
-  if (type == Type::f16) return f16_to_float(float_to_f16(value));
-  return value;
-}
-
 // Rounded where mlx rounds: the normalised value first, then its product with the weight.
 static void rms(const void* x, Type type, int64_t stride, const void* weight, Type weight_type, int64_t D, float eps,
                 void* y, Type y_type) {

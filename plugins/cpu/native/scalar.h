@@ -78,3 +78,10 @@ static inline void put(void* data, Type type, int64_t i, float value) {
     default: static_cast<float*>(data)[i] = value;
   }
 }
+
+// A float as the value it has after being stored as `type`.
+static inline float rounded(float value, Type type) {
+  if (type == Type::bf16) return bf16_to_float(float_to_bf16(value));
+  if (type == Type::f16) return f16_to_float(float_to_f16(value));
+  return value;
+}

@@ -50,6 +50,19 @@ static inline vec load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+// The values of the lanes after being stored as bfloat16 or float16.
+static inline vec through_bf16(vec v) {
+  const __m512i u = _mm512_castps_si512(v), odd = _mm512_and_epi32(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i near = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i quiet = _mm512_or_epi32(u, _mm512_set1_epi32(0x400000));
+  const __m512i chosen = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), quiet);
+  return _mm512_castsi512_ps(_mm512_and_epi32(chosen, _mm512_set1_epi32(int(0xffff0000u))));
+}
+
+static inline vec through_f16(vec v) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
 static inline __m512i lane_numbers() {
   return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 }

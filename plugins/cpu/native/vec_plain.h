@@ -43,6 +43,15 @@ static inline vec two_to(vec a) {  // a whole, -126 to 127
 }
 // v where x >= limit (or x is NaN), else zero.
 static inline vec unless_below(vec a, vec b, float limit) { LANES(q[i] < limit ? 0.0f : p[i]); }
+// The values of the lanes after being stored as bfloat16 or float16.
+static inline vec through_bf16(vec a) {
+  const vec b = a;
+  LANES(q[i] != q[i] ? p[i] : bf16_to_float(float_to_bf16(p[i])));
+}
+static inline vec through_f16(vec a) {
+  const vec b = a;
+  LANES(q[i] != q[i] ? p[i] : f16_to_float(float_to_f16(p[i])));
+}
 #undef LANES
 
 // The pairwise tree of the lanes: halves are added until one is left.

@@ -21,6 +21,8 @@ NEEDS_LIBRARY = (
     "test_norm.py",
     "test_models.py",
     "test_attention.py",
+    "test_rope.py",
+    "test_embedding.py",
 )
 collect_ignore = [] if AVAILABLE else list(NEEDS_LIBRARY)
 

@@ -9,7 +9,6 @@ activations, float64, other quantisation modes) goes to the layer's own implemen
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -23,12 +22,12 @@ from mlx_spec.kernels import swap_modules
 from mlx_spec.linear import HeldLinear
 
 from .native import library
+from .rope import ROPE
+from .twins import FLOATS, Rule, swapper, twin
 
-FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+INDICES = (mx.int32, mx.uint32, mx.int64)
 GROUPS = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,)}
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
-HELD = ("_held", "_turned")  # the transpose that core's dense layers keep for mlx, of no use to a kernel
-Swap = Callable[[nn.Module], "nn.Module | None"]
 
 
 class RowLinear(nn.Linear):
@@ -52,7 +51,11 @@ class RowQuantizedLinear(nn.QuantizedLinear):
 
 
 class RowEmbedding(nn.Embedding):
-    """nn.Embedding whose output head runs on the linear kernel."""
+    """nn.Embedding, also as an output head."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (...) -> (..., D)."""
+        return library().rows(x, self["weight"]) if x.dtype in INDICES else super().__call__(x)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x (..., D) -> logits (..., V)."""
@@ -60,7 +63,11 @@ class RowEmbedding(nn.Embedding):
 
 
 class RowQuantizedEmbedding(nn.QuantizedEmbedding):
-    """nn.QuantizedEmbedding whose output head runs on the linear kernel."""
+    """nn.QuantizedEmbedding, also as an output head."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (...) -> (..., D)."""
+        return library().rows(x, **_packed(self)) if x.dtype in INDICES else super().__call__(x)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x (..., D) -> logits (..., V)."""
@@ -123,7 +130,6 @@ def _known_packing(module: Any) -> bool:
     return known and matched and module["scales"].dtype in scales and module.get("global_scale") is None
 
 
-Rule = tuple[type, type, Callable[[Any], bool]]
 LINEAR: tuple[Rule, ...] = (
     (nn.Linear, RowLinear, _plain),
     (HeldLinear, RowLinear, _plain),
@@ -136,18 +142,6 @@ EXPERTS: tuple[Rule, ...] = (
     (QuantizedSwitchLinear, RowQuantizedSwitchLinear, _known_packing),
 )
 NORM: tuple[Rule, ...] = ((nn.RMSNorm, RowRMSNorm, _plain),)
-
-
-def swapper(rules: tuple[Rule, ...]) -> Swap:
-    """function(module) -> the layer that replaces it, or None when no rule covers it."""
-
-    def swap(module: nn.Module) -> nn.Module | None:
-        for old, new, covers in rules:
-            if type(module) is old and covers(module):
-                return twin(module, new)
-        return None
-
-    return swap
 
 
 ATTEND = "scaled_dot_product_attention"
@@ -187,19 +181,10 @@ def _attending(kind: Any) -> type | None:
     return type(f"Row{kind.__name__}", (kind,), {"__call__": own, "__doc__": kind.__doc__, "__module__": __name__})
 
 
-def twin(module: nn.Module, kind: type) -> nn.Module:
-    """A layer of `kind` with everything `module` holds; arrays are shared, not copied."""
-    layer: Any = nn.Module.__new__(kind)
-    nn.Module.__init__(layer)
-    dict.update(layer, {name: value for name, value in module.items() if name not in HELD})
-    layer.__dict__.update(module.__dict__)
-    return layer
-
-
 def swap_tree(module: nn.Module) -> nn.Module:
     """`module` with every layer replaced that a kernel covers."""
     library()
-    for rules in (LINEAR, EXPERTS, NORM):
+    for rules in (LINEAR, EXPERTS, NORM, ROPE):
         module, _ = swap_modules(module, swapper(rules))
     module, _ = swap_modules(module, swap_attention)
     return module

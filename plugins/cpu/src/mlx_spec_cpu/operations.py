@@ -73,6 +73,38 @@ def attention_reference(
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal" if causal else mask)
 
 
+def rope_reference(
+    x: mx.array,
+    dims: int,
+    neighbours: bool,
+    scale: float,
+    inverse: mx.array,
+    offset: int | mx.array = 0,
+) -> mx.array:
+    """x (B, ..., L, D), row l turned by (offset + l) * scale * inverse (dims / 2,), by mlx's own."""
+    import mlx.core as mx
+
+    return mx.fast.rope(x, dims, traditional=neighbours, base=None, scale=scale, offset=offset, freqs=1 / inverse)
+
+
+def rows_reference(
+    indices: mx.array,
+    weight: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    mode: str = "dense",
+    group_size: int = 0,
+    bits: int = 0,
+) -> mx.array:
+    """Rows `indices` (...) of a table (V, D): (..., D), by mlx's own operations."""
+    import mlx.core as mx
+
+    if scales is None:
+        return weight[indices]
+    chosen = None if biases is None else biases[indices]
+    return mx.dequantize(weight[indices], scales[indices], chosen, group_size=group_size, bits=bits, mode=mode)
+
+
 def build_linear() -> Callable[..., Any]:
     """The linear kernel."""
     return library().linear  # type: ignore[no-any-return]
@@ -93,25 +125,45 @@ def build_attention() -> Callable[..., Any]:
     return library().attention  # type: ignore[no-any-return]
 
 
+def build_rope() -> Callable[..., Any]:
+    """The rotation."""
+    return library().rope  # type: ignore[no-any-return]
+
+
+def build_rows() -> Callable[..., Any]:
+    """The rows of a table."""
+    return library().rows  # type: ignore[no-any-return]
+
+
 def swap_linear(module: nn.Module) -> nn.Module | None:
     """Linear layers, embeddings as output heads, plain and quantised."""
-    from .modules import LINEAR, swapper
+    from .modules import LINEAR
+    from .twins import swapper
 
     return swapper(LINEAR)(module)
 
 
 def swap_experts(module: nn.Module) -> nn.Module | None:
     """mlx-lm's switch layers, plain and quantised."""
-    from .modules import EXPERTS, swapper
+    from .modules import EXPERTS
+    from .twins import swapper
 
     return swapper(EXPERTS)(module)
 
 
 def swap_norm(module: nn.Module) -> nn.Module | None:
     """nn.RMSNorm."""
-    from .modules import NORM, swapper
+    from .modules import NORM
+    from .twins import swapper
 
     return swapper(NORM)(module)
+
+
+def swap_rope(module: nn.Module) -> nn.Module | None:
+    """Rotary positions of mlx and mlx-lm."""
+    from .rope import swap_rope
+
+    return swap_rope(module)
 
 
 def swap_attention(module: nn.Module) -> nn.Module | None:

@@ -21,6 +21,8 @@ def spec_register(register: Register) -> None:
     cpu = ("cpu",)
     register.kernel(Kernel("linear", cpu, "1e-5", op.build_linear, op.linear_reference, op.swap_linear, ready))
     register.kernel(Kernel("experts", cpu, "1e-5", op.build_gathered, op.gathered_reference, op.swap_experts, ready))
+    register.kernel(Kernel("embedding", cpu, "bitwise", op.build_rows, op.rows_reference, ready=ready))
+    register.kernel(Kernel("rope", cpu, "1e-5", op.build_rope, op.rope_reference, op.swap_rope, ready))
     register.kernel(Kernel("rms-norm", cpu, "1e-5", op.build_rms_norm, op.rms_norm_reference, op.swap_norm, ready))
     register.kernel(
         Kernel("attention", cpu, "1e-5", op.build_attention, op.attention_reference, op.swap_attention, ready)

@@ -1,0 +1,122 @@
+#include "embedding.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "arrays.h"
+#include "mlx/ops.h"
+#include "pool.h"
+#include "primitive.h"
+
+namespace spec {
+namespace {
+
+#include "scalar.h"
+
+constexpr int64_t STEP_ELEMENTS = 16'000;
+
+struct Table {
+  const char *data, *scales, *biases;
+  int64_t rows, D, row_bytes, groups;
+  Type type, scale_type;  // of what comes out, and of scales and biases
+  Layout layout;
+};
+
+// Eight codes are `bits` bytes; product and sum are rounded where mlx rounds them.
+void unpack(const Table& t, int64_t row, void* y) {
+  const uint8_t* codes = reinterpret_cast<const uint8_t*>(t.data) + row * t.row_bytes;
+  const int bits = t.layout.bits, group = t.layout.group;
+  const uint32_t mask = (1u << bits) - 1;
+  static const float fp4[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+  for (int64_t g = 0; g < t.groups; g++) {
+    const float scale = element(t.scales, t.scale_type, row * t.groups + g);
+    const float bias = t.biases ? element(t.biases, t.scale_type, row * t.groups + g) : 0.0f;
+    for (int k = 0; k < group; k += 8, codes += bits) {
+      uint64_t word = 0;
+      for (int i = 0; i < bits; i++) word |= uint64_t(codes[i]) << (8 * i);
+      for (int i = 0; i < 8; i++) {
+        const uint32_t code = uint32_t(word >> (i * bits)) & mask;
+        float value = t.biases ? rounded(float(code) * scale, t.type) + bias : fp4[code] * scale;
+        put(y, t.type, g * group + k + i, value);
+      }
+    }
+  }
+}
+
+void compute(const Layout& layout, const std::vector<mx::array>& given, mx::array& y) {
+  const mx::array &indices = given[0], &w = given[1];
+  const bool packed = layout.mode != "dense";
+  const Contiguous at(indices), data(w), scales(given[packed ? 2 : 1]), biases(given[given.size() > 3 ? 3 : 1]);
+  Table t{};
+  t.data = static_cast<const char*>(data.get()), t.rows = w.shape(0), t.D = y.shape(-1);
+  t.row_bytes = int64_t(w.shape(-1)) * int64_t(w.itemsize());
+  t.type = *stored_type(y.dtype()), t.layout = layout;
+  if (packed) {
+    t.scales = static_cast<const char*>(scales.get());
+    t.biases = given.size() > 3 ? static_cast<const char*>(biases.get()) : nullptr;
+    t.groups = t.D / layout.group;
+    t.scale_type = layout.mode == "mxfp4" ? Type::e8m0 : layout.mode == "nvfp4" ? Type::e4m3 : *stored_type(given[2].dtype());
+  }
+  auto index = [&](int64_t i) -> int64_t {
+    if (indices.itemsize() == 8) return static_cast<const int64_t*>(at.get())[i];
+    if (indices.dtype() == mx::uint32) return static_cast<const uint32_t*>(at.get())[i];
+    return static_cast<const int32_t*>(at.get())[i];
+  };
+  const int64_t count = int64_t(indices.size()), bytes = t.D * int64_t(y.itemsize());
+  auto one = [&](int64_t i) {
+    char* out = y.data<char>() + i * bytes;
+    int64_t row = index(i);
+    if (row < 0) row += t.rows;
+    if (row < 0 || row >= t.rows) {
+      for (int64_t d = 0; d < t.D; d++) put(out, t.type, d, NAN);
+    } else if (packed) {
+      unpack(t, row, out);
+    } else {
+      memcpy(out, t.data + row * bytes, size_t(bytes));
+    }
+  };
+  const int64_t step = std::max<int64_t>(1, STEP_ELEMENTS / std::max<int64_t>(t.D, 1));
+  parallel_for((count + step - 1) / step, [&](int64_t s) {
+    for (int64_t i = s * step; i < std::min(count, (s + 1) * step); i++) one(i);
+  });
+}
+
+class Rows : public CpuPrimitive {
+ public:
+  Rows(mx::Stream stream, Layout layout) : CpuPrimitive(stream), layout_(std::move(layout)) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    dispatch(inputs, outputs, [layout = layout_](const std::vector<mx::array>& given, std::vector<mx::array>& made) {
+      compute(layout, given, made[0]);
+    });
+  }
+
+  const char* name() const override { return "SpecRows"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override { return layout_ == static_cast<const Rows&>(other).layout_; }
+
+ private:
+  Layout layout_;
+};
+
+}  // namespace
+
+mx::array rows(const mx::array& indices, const mx::array& w, const std::optional<mx::array>& scales,
+               const std::optional<mx::array>& biases, const Layout& layout, mx::StreamOrDevice stream) {
+  if (w.ndim() != 2) refuse("weights", "shape " + text(w.shape()), "2 axes");
+  const auto kind = indices.dtype();
+  if (kind != mx::int32 && kind != mx::uint32 && kind != mx::int64) refuse("indices", text(kind), "int32, uint32 or int64");
+  const bool packed = layout.mode != "dense";
+  const int64_t D = packed ? int64_t(w.shape(1)) * 32 / std::max(layout.bits, 1) : w.shape(1);
+  mx::Dtype dtype = packed && scales && layout.mode == "affine" ? scales->dtype() : packed ? mx::bfloat16 : w.dtype();
+  check_weights(D, w, scales, biases, layout);
+  auto shape = indices.shape();
+  shape.push_back(mx::ShapeElem(D));
+  std::vector<mx::array> inputs{indices, w};
+  for (auto* extra : {&scales, &biases})
+    if (*extra) inputs.push_back(**extra);
+  auto primitive = std::make_shared<Rows>(mx::to_stream(stream), layout);
+  return mx::array(shape, dtype, primitive, std::move(inputs));
+}
+
+}  // namespace spec

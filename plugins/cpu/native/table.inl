@@ -1,0 +1,27 @@
+// Every operation for the lanes of one instruction set. Included last inside the kernel file's namespace.
+
+#include "linear.inl"
+#include "norm.inl"
+#include "attention.inl"
+#include "rope.inl"
+#include "limits.inl"
+
+static constexpr Kernels table(const char* name) {
+  return {
+      .name = name,
+      .scratch_floats = scratch_floats,
+      .columns = columns,
+      .product = product,
+      .prepare = prepare,
+      .width = W,
+      .direct = direct,
+      .rms = rms,
+      .attention_floats = attention_floats,
+      .attend = attend,
+      .waves = waves,
+      .rotate = rotate,
+      .read = read,
+      .multiply_add = multiply_add,
+      .multiply_adds_a_round = W * CHAINS,
+  };
+}
