@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from tinymodels import LLAMA, write_model, write_tokenizer
 
 from mlx_spec import plugins, promptfile, settings
-from mlx_spec.cli import cli, generate
+from mlx_spec.cli import cli, generate, options
 from mlx_spec.errors import LoadError, UsageError
 from mlx_spec.pair import load
 
@@ -150,6 +150,49 @@ def test_a_plugin_that_was_left_out_is_not_called_missing(site, run):
     assert "unset MLX_SPEC_PLUGINS" in result.stderr
     result = run("--prompt-ids", "1", "--draft-kind", "dflash")
     assert "none (MLX_SPEC_PLUGINS lets in only acme). Choose" in result.stderr
+
+
+# -- bundled pairs ---------------------------------------------------------------------------------------
+
+DEMO_PLUGIN = """
+from pathlib import Path
+from mlx_spec.hookspecs import hookimpl
+
+@hookimpl
+def spec_register(register):
+    register.demo("{name}", Path("{target}"), Path("{drafter}"))
+"""
+
+
+@pytest.fixture
+def demos(site, monkeypatch) -> Iterator[None]:
+    """Two plugins with a demo pair each, and no other plugin."""
+    for name in ("zulu", "alpha"):
+        source = DEMO_PLUGIN.format(name=f"{name} text", target=f"/{name}/target", drafter=f"/{name}/drafter")
+        site.install(f"{name}-spec", name, source)
+    monkeypatch.setenv("MLX_SPEC_PLUGINS", "zulu,alpha")
+    settings.reset_settings()
+    yield
+    monkeypatch.undo()
+    settings.reset_settings()
+
+
+@pytest.mark.parametrize(("given", "name"), [(None, "alpha"), ("demo:alpha", "alpha"), ("demo:zulu", "zulu")])
+def test_the_first_demo_by_plugin_name_or_the_one_that_is_named(demos, given, name):
+    chosen = options.read_pair_options({"target": given})
+    assert (chosen.target, chosen.draft_model) == (f"/{name}/target", f"/{name}/drafter")
+    assert chosen.demo.owner == name
+
+
+def test_a_demo_drafts_with_the_drafter_or_kind_that_was_given(demos):
+    assert options.read_pair_options({"target": "demo:zulu", "draft_model": "other"}).draft_model == "other"
+    assert options.read_pair_options({"target": "demo:zulu", "draft_kind": "prompt-lookup"}).draft_model is None
+
+
+def test_a_demo_nobody_brings_is_refused_with_the_names_there_are(demos):
+    result = CliRunner().invoke(cli, ["generate", "-m", "demo:nope"])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "found demo:nope" in result.stderr and "one of demo:alpha, demo:zulu" in result.stderr
 
 
 # -- no tokens to spell ----------------------------------------------------------------------------------

@@ -168,6 +168,14 @@ def test_demos_keep_their_owner():
     assert (demo.name, demo.owner, demo.target, demo.drafter) == ("small", "a", Path("t"), Path("d"))
 
 
+def test_demos_are_sorted_by_plugin_and_keep_the_order_within_one():
+    b, a = Register("b", "dist-b"), Register("a", "dist-a")
+    b.demo("one", Path("t"), Path("d"))
+    a.demo("z", Path("t"), Path("d"))
+    a.demo("y", Path("t"), Path("d"))
+    assert [demo.name for demo in registry(b, a).demos()] == ["z", "y", "one"]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -88,6 +88,7 @@ CODES = _table(
     ("U38", "A prompt that is neither text nor a list of token ids", "request", "intake"),
     ("U39", "Quantised K/V for a target that keeps none", "request", "pair"),
     ("U40", "A probe of a pair that has no drafter in use", "request", "cli/probe"),
+    ("U41", "A demo pair of a name that no installed plugin has", "request", "cli/options"),
     ("U50", "An option or argument with a value of the wrong type or out of range", "request", "cli/usage"),
     ("U51", "An argument or a value that is missing, or a switch with a value", "request", "cli/usage"),
     ("U52", "An option the command does not have", "request", "cli/usage"),

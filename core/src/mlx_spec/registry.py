@@ -100,7 +100,10 @@ class Register:
         self.tinies.append((family, writer))
 
     def demo(self, name: str, target: Path, drafter: Path) -> None:
-        """Offer a pair shipped as package data, used when a command is given no target."""
+        """Offer a pair shipped as package data: `-m demo:PLUGIN`, or the first by plugin name without -m.
+
+        target and drafter are the same directory when the head is in the target's own checkpoint.
+        """
         self.demos.append(Demo(name, self.owner, target, drafter))
 
     def target(self, model_type: str, *more: str) -> None:
@@ -228,8 +231,8 @@ class Registry:
         return tuple(sorted(self._targets))
 
     def demos(self) -> tuple[Demo, ...]:
-        """Bundled pairs, in the order their plugins registered."""
-        return tuple(self._demos)
+        """Bundled pairs, sorted by plugin name, those of one plugin as it registered them."""
+        return tuple(sorted(self._demos, key=lambda demo: demo.owner))
 
     def tiny_families(self) -> tuple[str, ...]:
         """Families a tiny checkpoint can be written of, sorted."""

@@ -54,10 +54,11 @@ DEMO_PROMPT = "def walk(node):\n    for child in node.children:\n        if isin
 def command(**values: Any) -> None:
     """Generate text with TARGET, drafted ahead by its drafter; the tokens are the target's own."""
     chosen = read_pair_options(values)
-    text = read_prompt(values, chosen.demo)
+    text = read_prompt(values, chosen.demo is not None)
     sampling = _sampling(values, chosen)
     if chosen.demo:
-        note(f"no -m given: using the bundled demo pair ({chosen.target})")
+        why = "no -m given: using the bundled" if values["target"] is None else "bundled"
+        note(f"{why} demo pair ({chosen.target})")
         if text == DEMO_PROMPT:
             note(f"no prompt given: continuing\n{DEMO_PROMPT}")
     with progress("loading and probing"):
@@ -71,7 +72,7 @@ def command(**values: Any) -> None:
 
         force_profiling()
     adaptive = not values["fixed"] and chosen.adaptive is not False
-    compare = values["compare"] if values["compare"] is not None else chosen.demo
+    compare = values["compare"] if values["compare"] is not None else chosen.demo is not None
     if compare:
         _warm_up(pair, prompt)
     result = _run(pair, prompt, sampling, values, adaptive)

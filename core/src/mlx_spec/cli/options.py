@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +12,10 @@ from ..errors import UsageError
 
 if TYPE_CHECKING:
     from ..pair import Pair
+    from ..registry import Demo
+
+DEMO = "demo:"
+"""What -m begins with when it names the bundled pair of a plugin; no hub id has a colon."""
 
 KINDS_HELP = "mtp, dflash, full-model, prompt-lookup, none, or a kind a plugin brings; default: from the directory"
 
@@ -31,13 +34,14 @@ class PairOptions:
     options: dict[str, Any]
     acceptance: str | None
     adaptive: bool | None
-    demo: bool
+    demo: Demo | None
 
 
 def pair_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """-m, --draft-model, --draft-kind, --draft-block-size, --spec-config, --kv-bits, --dtype, --exactness."""
     decorators = [
-        click.option("-m", "--model", "target", help="Target: directory or hub id. Default: the bundled demo pair."),
+        click.option("-m", "--model", "target",
+                     help="Target: directory, hub id, or demo:PLUGIN. Default: the first bundled demo pair."),
         click.option("--draft-model", help="Drafter: directory or hub id."),
         click.option("--draft-kind", help=KINDS_HELP),
         click.option("--draft-block-size", type=int,
@@ -77,12 +81,12 @@ def read_pair_options(values: dict[str, Any]) -> PairOptions:
     kind = normalise_kind(kind) if kind is not None else None
     block, block_from = chosen("draft_block_size", config.block_size)
     model, model_from = chosen("draft_model", config.model)
-    target, demo = values.get("target"), False
-    if target is None:
-        bundled = demo_pair()
-        target, demo = str(bundled[0]), True
+    target, demo = values.get("target"), None
+    if target is None or target.startswith(DEMO):
+        bundled = demo_pair(None if target is None else target.removeprefix(DEMO))
+        target, demo = str(bundled.target), bundled
         if model is None and kind in (None, "mtp"):
-            model = str(bundled[1])
+            model = str(bundled.drafter)
     return PairOptions(
         target=target,
         draft_model=model,
@@ -103,8 +107,8 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
-def demo_pair() -> tuple[Path, Path]:
-    """Directories of the bundled pair; UsageError when no installed plugin ships one."""
+def demo_pair(plugin: str | None = None) -> Demo:
+    """The bundled pair of `plugin`, else the first by plugin name; UsageError when there is none."""
     from ..plugins import get_manager
     from ..settings import plugins_note
 
@@ -121,7 +125,13 @@ def demo_pair() -> tuple[Path, Path]:
             else "Pass -m DIR, or unset MLX_SPEC_PLUGINS",
             code="U30",
         )
-    return demos[0].target, demos[0].drafter
+    if plugin is None:
+        return demos[0]
+    for demo in demos:
+        if demo.owner == plugin:
+            return demo
+    names = ", ".join(DEMO + demo.owner for demo in demos)
+    raise UsageError("-m", found=DEMO + plugin, expected=f"one of {names}", next_step="Name one of them", code="U41")
 
 
 def load_pair(values: dict[str, Any], chosen: PairOptions | None = None) -> Pair:
