@@ -1,4 +1,4 @@
-"""The text: source files of the running interpreter's standard library, and the tokenizer trained on them."""
+"""The text, which is the source of the running Python's library, and the tokenizer trained on it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def texts(held_out: bool) -> list[str]:
 
 
 def train_tokenizer(out: Path) -> None:
-    """Byte-level BPE on the training text; every text round-trips because all 256 bytes are in the alphabet."""
+    """Byte-level BPE on the training text; all 256 bytes are in the alphabet, so every text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

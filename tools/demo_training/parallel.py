@@ -1,4 +1,7 @@
-"""Data-parallel training in one process per core: on small matrices that beats threads inside each operation."""
+"""Data-parallel training in one process per core.
+
+On small matrices that beats threads inside each operation.
+"""
 
 from __future__ import annotations
 

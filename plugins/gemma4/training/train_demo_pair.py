@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
 import torch
-from demo_pair import corpus, evaluate, export, parallel, reference, train_drafter, train_target
+from demo_pair import evaluate, export, reference, train_drafter, train_target
 from demo_pair.settings import DrafterSchedule, TargetSchedule, Work
+from demo_training import corpus, parallel
+from demo_training.layers import use_bfloat16
 
 STEPS = ("tokenizer", "target", "sample", "drafter", "export", "evaluate", "reference")
 DEMO = Path(__file__).resolve().parent.parent / "src" / "mlx_spec_gemma4" / "demo"
@@ -40,7 +45,7 @@ def run(step: str, work: Work, args: argparse.Namespace) -> None:
         target, drafter = replace(target, minutes=args.minutes), replace(drafter, minutes=args.minutes)
     if args.rows:
         drafter = replace(drafter, rows=args.rows)
-    train_target.use_bfloat16()
+    use_bfloat16()
     if step == "tokenizer":
         corpus.train_tokenizer(work.tokenizer)
     elif step == "target":

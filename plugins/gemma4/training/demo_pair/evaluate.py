@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from demo_training.corpus import held_out_prompts, load_tokenizer, token_stream
+from demo_training.layers import Linear
+from demo_training.rounds import figures_of
+from demo_training.settings import SEED
 from torch import Tensor
 
-from .corpus import held_out_prompts, load_tokenizer, token_stream
-from .model import Drafter, Linear, Target
+from .model import Drafter, Target
 from .sample import generate
-from .settings import SEED, Work
+from .settings import Work
 from .train_drafter import load_drafter, observe, unroll
 from .train_target import held_out_loss, load_target
 
@@ -33,29 +36,6 @@ def matches(target: Target, drafter: Drafter, rows: Tensor, drafts: int) -> Tens
         found.append(logits[:, : wanted.shape[1]].argmax(-1) == wanted)
     count = min(f.shape[1] for f in found)
     return torch.stack([f[:, :count] for f in found], dim=-1)
-
-
-def rounds(matched: Tensor, first: int) -> list[int]:
-    """Accepted drafts of every round of one row [Q, drafts]; `first` is the first anchor."""
-    accepted, anchor = [], first
-    while anchor < len(matched):
-        a = int(matched[anchor].long().cumprod(0).sum())
-        accepted.append(a)
-        anchor += a + 1
-    return accepted
-
-
-def greedy_figures(target: Target, drafter: Drafter, rows: Tensor, drafts: int, given: int) -> dict[str, Any]:
-    """Acceptance per draft position and committed tokens per round, over greedy rows."""
-    matched = matches(target, drafter, rows, drafts)
-    runs = np.asarray([a for row in matched for a in rounds(row, given - 1)])
-    reached = [(runs >= j).sum() for j in range(drafts + 1)]
-    return {
-        "rounds": len(runs),
-        "accepted_given_reached": [round(float(reached[j + 1] / max(1, reached[j])), 4) for j in range(drafts)],
-        "accepted_at_position": [round(float(reached[j + 1] / len(runs)), 4) for j in range(drafts)],
-        "tokens_per_round": round(float(runs.mean() + 1), 4),
-    }
 
 
 @torch.no_grad()
@@ -85,6 +65,7 @@ def evaluate(work: Work) -> dict[str, Any]:
     prompts = torch.tensor(held_out_prompts(tokenizer, PROMPTS, PROMPT_TOKENS))
     greedy = continuations(target, prompts, NEW_TOKENS, 0.0)
     warm = continuations(target, prompts, NEW_TOKENS, 0.7)
+    kept = {n: matches(target, drafter, greedy, n) for n in (1, 2, 3, 4)}
     figures = {
         "held_out_tokens": len(held),
         "held_out_loss": round(loss, 4),
@@ -93,7 +74,7 @@ def evaluate(work: Work) -> dict[str, Any]:
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
         "distinct_tokens_per_row": round(float(np.mean([len(set(r[PROMPT_TOKENS:].tolist())) for r in greedy])), 1),
-        "greedy": {f"L={n + 1}": greedy_figures(target, drafter, greedy, n, PROMPT_TOKENS) for n in (1, 2, 3, 4)},
+        "greedy": {f"L={n + 1}": figures_of(found, PROMPT_TOKENS - 1) for n, found in kept.items()},
         "sampled": sampled_figures(target, drafter, warm, PROMPT_TOKENS, 0.7),
     }
     (work.root / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

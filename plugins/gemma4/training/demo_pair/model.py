@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from demo_training.layers import Linear, Rope, normed, rotate
 from torch import Tensor, nn
 
 from .settings import FULL, SLIDING
 
 KV = tuple[Tensor, Tensor]
-Rope = tuple[Tensor, Tensor]
 
 
 def rope_tables(config: dict[str, Any], kind: str, positions: Tensor) -> Rope:
@@ -31,20 +31,6 @@ def rope_tables(config: dict[str, Any], kind: str, positions: Tensor) -> Rope:
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Turn the pairs (j, j + D/2) of x [B, heads, L, D]."""
-    cos, sin = rope
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm in float32; the weight multiplies as stored."""
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return y if weight is None else y * weight
-
-
 class Norm(nn.Module):
     """RMS norm with a weight."""
 
@@ -54,19 +40,6 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return normed(x, self.weight, self.eps)
-
-
-class Linear(nn.Module):
-    """Matrix [out, in] kept in float32 and multiplied in the dtype of `compute`."""
-
-    compute = torch.float32
-
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(out, width) * width**-0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.compute), self.weight.to(self.compute))
 
 
 class Attention(nn.Module):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from demo_training.corpus import load_tokenizer, token_stream
+from demo_training.layers import Linear
 from torch import Tensor
 
-from .corpus import load_tokenizer, token_stream
-from .model import Drafter, Linear, Target, embed
+from .model import Drafter, Target, embed
 from .sample import visible
 from .settings import TARGET, Work
 from .train_drafter import load_drafter

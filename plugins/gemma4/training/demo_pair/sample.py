@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from demo_training.layers import Linear
+from demo_training.settings import BOS
 from torch import Tensor
 
-from .model import KV, Linear, Target
-from .settings import BOS, FULL, SLIDING
+from .model import KV, Target
+from .settings import FULL, SLIDING
 
 
 class Cache:

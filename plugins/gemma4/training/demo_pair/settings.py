@@ -6,31 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SEED = 20
-VOCAB = 2048
-PAD, EOS, BOS = 0, 1, 2
-SPECIALS = ("<pad>", "<eos>", "<bos>")
-SLIDING, FULL = "sliding_attention", "full_attention"
+from demo_training.settings import BOS, EOS, PAD, VOCAB
 
-HELD_OUT = (
-    "cmd.py",
-    "configparser.py",
-    "contextlib.py",
-    "csv.py",
-    "email/header.py",
-    "fractions.py",
-    "graphlib.py",
-    "http/cookies.py",
-    "json/decoder.py",
-    "queue.py",
-    "sched.py",
-    "shlex.py",
-    "tempfile.py",
-    "textwrap.py",
-    "wave.py",
-    "xml/dom/minidom.py",
-)
-"""Modules, relative to the library directory, that no training step ever sees."""
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 ROPE: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},

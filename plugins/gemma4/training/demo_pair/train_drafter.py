@@ -6,20 +6,21 @@ queries at position p and sees keys 0..p; step j reads the token at p + j and pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from demo_training.corpus import load_tokenizer, token_stream, windows
+from demo_training.optimise import advance, agreement, block_loss, goals, optimiser, rate, save
+from demo_training.parallel import Clock, launch, rank
+from demo_training.settings import SEED
 from torch import Tensor
 
-from .corpus import load_tokenizer, token_stream, windows
 from .model import KV, Drafter, Target, causal_masks, embed
-from .parallel import Clock, launch, rank
 from .sample import training_rows
-from .settings import DRAFTER, SEED, DrafterSchedule, Work
-from .train_target import advance, load_target, optimiser, rate, save, setup_for
+from .settings import DRAFTER, DrafterSchedule, Work
+from .train_target import load_target, setup_for
 
 
 class Seen(NamedTuple):
@@ -49,28 +50,6 @@ def unroll(target: Target, drafter: Drafter, rows: Tensor, seen: Seen, steps: in
     for j in range(1, steps + 1):
         logits, carry = drafter(embed(target, rows[:, j : j + count]), carry, rope, masks, shared)
         yield logits
-
-
-def goals(wanted: Tensor, hard: float) -> Tensor:
-    """Mixture of the target's distribution and its largest logit, [..., V]."""
-    mixed = wanted.softmax(-1) * (1 - hard)
-    top = wanted.argmax(-1, keepdim=True)
-    return mixed.scatter_add_(-1, top, torch.full_like(mixed[..., :1], hard))
-
-
-def block_loss(logits: Sequence[Tensor], goal: Tensor, weights: Sequence[float]) -> Tensor:
-    """Weighted cross-entropy of the unrolled steps' logits against goal [B, T, V]."""
-    total = torch.zeros(())
-    for j, (step, weight) in enumerate(zip(logits, weights, strict=True), start=1):
-        part = goal[:, j : j + step.shape[1]].flatten(0, 1)
-        total = total + weight * F.cross_entropy(step.float().flatten(0, 1), part)
-    return total
-
-
-def agreement(logits: Sequence[Tensor], wanted: Tensor) -> str:
-    """Share of anchors where each step's largest logit is the target's."""
-    pairs = ((step, wanted[:, j : j + step.shape[1]]) for j, step in enumerate(logits, start=1))
-    return " ".join(f"{(a.argmax(-1) == b.argmax(-1)).float().mean():.3f}" for a, b in pairs)
 
 
 def batches(stream: np.ndarray, samples: Tensor | None, schedule: DrafterSchedule) -> Iterator[Tensor]:

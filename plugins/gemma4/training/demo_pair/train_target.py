@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from demo_training.corpus import load_tokenizer, token_stream, windows
+from demo_training.optimise import advance, optimiser, rate, save
+from demo_training.parallel import Clock, rank, world
+from demo_training.settings import SEED
+from torch import Tensor
 
-from .corpus import load_tokenizer, token_stream, windows
-from .model import Linear, Target, causal_masks
-from .parallel import Clock, average_gradients, rank, world
-from .settings import SEED, TARGET, TargetSchedule, Work
-
-
-def optimiser(model: nn.Module, decay: float) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices only; tables and vectors have none."""
-    named = list(model.named_parameters())
-    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in named if p.ndim != 2 or "embed" in name]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
-
-
-def rate(progress: float, peak: float, warm_up: float) -> float:
-    """Linear warm-up, then a cosine down to 2 % of the peak; progress in 0..1."""
-    if progress < warm_up:
-        return peak * (progress + 0.002) / (warm_up + 0.002)
-    along = min(1.0, (progress - warm_up) / (1.0 - warm_up))
-    return peak * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * along)))
-
-
-def advance(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, learning_rate: float) -> None:
-    """One optimiser step."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    average_gradients(model)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-
-
-def save(model: nn.Module, path: Path, **extra: object) -> None:
-    """Write a checkpoint under another name first, so that a stop never leaves half a file."""
-    partial = path.with_suffix(".partial")
-    torch.save({"weights": model.state_dict(), **extra}, partial)
-    partial.replace(path)
+from .model import Target, causal_masks
+from .settings import TARGET, TargetSchedule, Work
 
 
 def next_token_loss(model: Target, rows: Tensor, setup: tuple[dict, dict]) -> Tensor:
@@ -115,8 +81,3 @@ def load_target(path: Path) -> Target:
         p.data = p.data.bfloat16().float()
         p.requires_grad_(False)
     return model.eval()
-
-
-def use_bfloat16() -> None:
-    """Multiply matrices in bfloat16: about twice as fast on processors with the instructions."""
-    Linear.compute = torch.bfloat16

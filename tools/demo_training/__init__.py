@@ -1,0 +1,1 @@
+"""What the training of the bundled pairs shares: text, layers, optimiser, processes."""
