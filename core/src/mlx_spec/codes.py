@@ -186,8 +186,8 @@ CODES = _table(
     ("R01", "Layers of one model that disagree about their lengths", "report", "state/group"),
     ("R10", "A reply that ended in an error", "report", "cli/generate"),
     ("R11", "An output that takes no more", "output", "cli/__init__"),
-    ("R30", "A benchmark that is void, or whose arms reply differently", "report", "cli/bench"),
-    ("R31", "A benchmark of drafting on a pair that does not draft", "choose", "cli/bench"),
+    ("R30", "A benchmark that is void, or whose arms reply differently", "report", "cli/bench cli/tune"),
+    ("R31", "A benchmark of drafting on a pair that does not draft", "choose", "cli/bench cli/tune"),
     # -- exactness --------------------------------------------------------------------------------------
     ("X00", "An exactness level that is not reached", "choose", "errors"),
     ("X01", "A pair that is less exact than was demanded", "choose", "pair"),

@@ -25,6 +25,17 @@ def force_profiling() -> None:
     _forced = True
 
 
+@contextmanager
+def profiled() -> Iterator[None]:
+    """Every phase of rounds of engines made meanwhile waits for its result."""
+    global _forced
+    before, _forced = _forced, True
+    try:
+        yield
+    finally:
+        _forced = before
+
+
 def profiling() -> bool:
     """MLX_SPEC_DRAFT_PROFILE=1: every phase of a round waits for its result, so its time is its own."""
     from .settings import get_settings

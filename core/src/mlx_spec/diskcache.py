@@ -66,6 +66,19 @@ def write_entry(area: str, key: str, value: Mapping[str, Any], directory: Path |
     return True
 
 
+def remove_entry(area: str, key: str, directory: Path | None = None) -> bool:
+    """Remove the stored object; True when there was one and it is gone."""
+    path = entry_path(area, key, directory)
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        _say("removed", path, error, "It stays in use.")
+        return False
+    return True
+
+
 def _say(verb: str, path: Path, error: Exception, effect: str) -> None:
     """One warning per process, verb and place."""
     if (verb, str(path)) in _said:

@@ -269,13 +269,15 @@ def _attach_text(pair: Pair) -> None:
 
 def _choose_width(pair: Pair, block_size: int | None, source: str) -> None:
     from .costs import load_costs
+    from .tuned import read_tuned
     from .width import resolve_block_size
 
     drafter, plan = pair.drafter, pair.plan
     if drafter is None:
         return
     operator = None if block_size is None else (block_size, source)
-    chosen = resolve_block_size(operator, drafter.card, drafter.kind)
+    stored = read_tuned(pair.key) if operator is None else None
+    chosen = resolve_block_size(operator, drafter.card, drafter.kind, tuned=stored)
     plan.block_size, plan.block_size_from = chosen.L, chosen.source
     plan.notes += chosen.notes
     plan.active = chosen.L > 1

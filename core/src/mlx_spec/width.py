@@ -1,8 +1,8 @@
 """How wide a block is: who decides L, and what values are refused.
 
 L is the block size: verified rows per round, the anchor counted. K = L - 1 tokens are drafted. Every message
-says which of the two it counts. Order: operator, then what the drafter declares, then a measured table of
-this device, then a default per kind.
+says which of the two it counts. Order: operator, then what `spec tune` stored for the pair, then what the drafter
+declares, then a measured table of this device, then a default per kind.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .types import DrafterCard
 
 if TYPE_CHECKING:
     from .spec_config import SpecConfig
+    from .tuned import Tuned
 
 MAX_BLOCK_SIZE = 64  # L; a sliding-window state can take back no more rows than this
 # prompt-lookup: a copy runs long where it hits and proposes nothing where it does not, so it may start
@@ -49,11 +50,13 @@ def resolve_block_size(
     kind: str,
     device_table: Mapping[str, int] | None = None,
     exact_width: int | None = None,
+    tuned: Tuned | None = None,
 ) -> BlockSize:
     """Decide L.
 
     Args:
         operator: (L, where it was set), None when nobody set it.
+        tuned: what `spec tune` stored for this pair on this machine.
         device_table: kind, or "kind/model_type", -> measured L; None reads the cache folder.
         exact_width: widest L known to be exact, None when unknown.
 
@@ -63,7 +66,7 @@ def resolve_block_size(
     if operator is not None:
         chosen = _from_operator(operator, card, notes)
     else:
-        chosen = _from_files(card, kind, device_table, notes)
+        chosen = _from_files(card, kind, device_table, notes, tuned)
     width, source = chosen
     if exact_width is not None and width > max(1, exact_width):
         notes.append(f"block size narrowed from L={width} to L={max(1, exact_width)}, the widest exact one")
@@ -94,10 +97,13 @@ def _from_operator(operator: Operator, card: DrafterCard, notes: list[str]) -> t
 
 
 def _from_files(
-    card: DrafterCard, kind: str, device_table: Mapping[str, int] | None, notes: list[str]
+    card: DrafterCard, kind: str, device_table: Mapping[str, int] | None, notes: list[str], tuned: Tuned | None
 ) -> tuple[int, str]:
     limit = min(card.max_block_size or MAX_BLOCK_SIZE, MAX_BLOCK_SIZE)
-    if card.block_size is not None:
+    if tuned is not None:
+        width, source = tuned.block_size, "tuned"
+        notes.append(tuned.line())
+    elif card.block_size is not None:
         width, source = card.block_size, "drafter"
     else:
         table = read_device_table() if device_table is None else device_table

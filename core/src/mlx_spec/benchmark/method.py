@@ -19,7 +19,7 @@ from .workloads import Workload
 
 if TYPE_CHECKING:
     from ..pair import Pair
-    from ..request import Result
+    from ..request import Request, Result
     from ..sampling import Sampling
 
 WARM_TOKENS = 48  # per warm-up run
@@ -28,12 +28,19 @@ WARM_TURNS = (2, 5)  # fewest and most turns of all arms before timing
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to decode the same reply."""
+    """One way to decode the same reply.
+
+    Attributes:
+        block_size: a narrower L than the pair's, anchor counted.
+        may_idle: a run in which the drafter proposed nothing counts too: it is what this arm does on that text.
+    """
 
     name: str
     about: str
     speculative: bool
     adaptive: bool = True
+    block_size: int | None = None
+    may_idle: bool = False
 
 
 ARMS = {
@@ -186,9 +193,8 @@ def run_once(pair: Pair, trial: Trial, arm: Arm, sampling: Sampling, tokens: int
     import mlx.core as mx
 
     from ..engine import Engine
-    from ..request import Request
 
-    request = Request(trial.ids, sampling, tokens, ignore_eos=True, adaptive=arm.adaptive, speculative=arm.speculative)
+    request = request_of(trial, arm, sampling, tokens)
     gc.collect()
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -215,6 +221,21 @@ def run_once(pair: Pair, trial: Trial, arm: Arm, sampling: Sampling, tokens: int
         ids=result.token_ids,
         path=describe_path(result),
         void=void_reason(arm, result, tokens),
+    )
+
+
+def request_of(trial: Trial, arm: Arm, sampling: Sampling, tokens: int) -> Request:
+    """The request an arm makes of a trial: `tokens` tokens, whatever ends the model picks."""
+    from ..request import Request
+
+    return Request(
+        trial.ids,
+        sampling,
+        tokens,
+        ignore_eos=True,
+        adaptive=arm.adaptive,
+        speculative=arm.speculative,
+        block_size=arm.block_size,
     )
 
 
@@ -246,6 +267,6 @@ def void_reason(arm: Arm, result: Result, tokens: int) -> str:
         return f"{timings.draft_rounds} rounds drafted in a plain run" if timings.draft_rounds else ""
     if not spec.active:
         return f"speculation was off: {spec.reason}"
-    if not timings.draft_rounds:
+    if not timings.draft_rounds and not arm.may_idle:
         return f"no round drafted ({spec.governor or spec.method})"
     return ""
