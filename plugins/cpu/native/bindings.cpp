@@ -1,6 +1,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 
 #include <atomic>
@@ -52,7 +53,7 @@ double multiply_add_rate() {
 
 NB_MODULE(_native, m) {
   nb::module_::import_("mlx.core");  // registers the array type
-  m.attr("interface") = 2;  // INTERFACE of native.py: raised with every change of names or arguments below
+  m.attr("interface") = 3;  // INTERFACE of native.py: raised with every change of names or arguments below
   m.attr("built_for") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                         std::to_string(MLX_VERSION_PATCH);
   m.def(
@@ -83,9 +84,18 @@ NB_MODULE(_native, m) {
       "attention",
       [](const mlx::core::array& q, const mlx::core::array& k, const mlx::core::array& v, float scale,
          const std::optional<mlx::core::array>& mask, bool causal) {
-        return spec::attention(q, k, v, scale, mask, causal, {});
+        return spec::attention(q, {k, {}, {}}, {v, {}, {}}, {}, scale, mask, causal, {});
       },
       "queries"_a, "keys"_a, "values"_a, "scale"_a, "mask"_a = nb::none(), "causal"_a = false);
+  using Packed = std::tuple<mlx::core::array, mlx::core::array, mlx::core::array>;  // words, scales, biases
+  m.def(
+      "packed_attention",
+      [](const mlx::core::array& q, const Packed& k, const Packed& v, float scale, int group, int bits,
+         const std::optional<mlx::core::array>& mask, bool causal) {
+        auto entries = [](const Packed& p) { return spec::Entries{std::get<0>(p), std::get<1>(p), std::get<2>(p)}; };
+        return spec::attention(q, entries(k), entries(v), {bits, group}, scale, mask, causal, {});
+      },
+      "queries"_a, "keys"_a, "values"_a, "scale"_a, "group_size"_a, "bits"_a, "mask"_a = nb::none(), "causal"_a = false);
   m.def(
       "rope",
       [](const mlx::core::array& x, int dims, bool neighbours, float scale, const mlx::core::array& inverse,

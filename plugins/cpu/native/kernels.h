@@ -38,7 +38,16 @@ struct Product {
   float* scratch;  // `scratch_floats` of them, of the calling thread
 };
 
-// Up to ATTENTION_ROWS queries that read the same keys and values. Key t is `keys + t * key_stride` elements on.
+// Keys or values of one head: entry t lies `stride` bytes behind the one before it. Packed ones have a scale and a bias
+// per group, as many elements on from entry to entry as their strides say.
+struct Stored {
+  const void* data;
+  int64_t stride;
+  const void *scales, *biases;
+  int64_t scale_stride, bias_stride;
+};
+
+// Up to ATTENTION_ROWS queries that read the same keys and values.
 constexpr int ATTENTION_ROWS = 4;
 enum class Mask : int { none, flags, f32, f16, bf16 };
 
@@ -49,9 +58,10 @@ struct Attention {
   int64_t visible[ATTENTION_ROWS];  // keys from the first on that the row may see; a mask hides more of them
   const void* mask[ATTENTION_ROWS];
   Mask mask_kind;
-  int64_t mask_stride, q_stride, count, key_stride, value_stride, D, value_D;
-  const void *keys, *values;
-  Type q_type, type, y_type;  // `type` of keys and values
+  int64_t mask_stride, q_stride, count, D, value_D;
+  Stored keys, values;
+  int bits, group;          // of packed keys and values, else 0: 4 or 8 bits; 32, 64 or 128
+  Type q_type, type, y_type;  // `type` of keys and values, or of their scales and biases
   float scale;
   float* scratch;
 };

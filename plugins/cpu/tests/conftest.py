@@ -21,6 +21,7 @@ NEEDS_LIBRARY = (
     "test_norm.py",
     "test_models.py",
     "test_attention.py",
+    "test_packed_attention.py",
     "test_rope.py",
     "test_embedding.py",
 )

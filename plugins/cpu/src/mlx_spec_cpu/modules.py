@@ -27,6 +27,7 @@ from .twins import FLOATS, Rule, swapper, twin
 
 INDICES = (mx.int32, mx.uint32, mx.int64)
 GROUPS = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,)}
+KV_BITS = (4, 8)
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
 
 
@@ -150,13 +151,21 @@ ATTEND = "scaled_dot_product_attention"
 def attend(
     queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
 ) -> mx.array:
-    """As mlx-lm's function, which quantised K/V and sinks go to: (B, H, L, D) -> (B, H, L, Dv)."""
-    dtype = queries.dtype
-    plain = sinks is None and not hasattr(cache, "bits") and dtype in FLOATS
-    masked = isinstance(mask, mx.array)
-    if not plain or keys.dtype != dtype or values.dtype != dtype or (masked and mask.dtype not in (mx.bool_, *FLOATS)):
+    """As mlx-lm's function, which sinks go to: (B, H, L, D) over plain or packed K/V -> (B, H, L, Dv)."""
+    masked, packed = isinstance(mask, mx.array), not isinstance(keys, mx.array)
+    stored = (keys[1], values[1]) if packed else (keys, values)
+    alike = all(part.dtype in FLOATS and (packed or part.dtype == queries.dtype) for part in stored)
+    known = not packed or (cache.bits in KV_BITS and cache.group_size in GROUPS["affine"])
+    if sinks is not None or not (alike and known) or queries.dtype not in FLOATS or (masked and not _added(mask)):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
-    return library().attention(queries, keys, values, scale, mask if masked else None, mask == "causal")
+    hidden = (mask if masked else None, mask == "causal")
+    if packed:
+        return library().packed_attention(queries, keys, values, scale, cache.group_size, cache.bits, *hidden)
+    return library().attention(queries, keys, values, scale, *hidden)
+
+
+def _added(mask: mx.array) -> bool:
+    return mask.dtype in (mx.bool_, *FLOATS)
 
 
 def swap_attention(module: nn.Module) -> nn.Module | None:

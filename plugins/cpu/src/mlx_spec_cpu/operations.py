@@ -73,6 +73,23 @@ def attention_reference(
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal" if causal else mask)
 
 
+def packed_attention_reference(
+    queries: mx.array,
+    keys: tuple[mx.array, mx.array, mx.array],
+    values: tuple[mx.array, mx.array, mx.array],
+    scale: float,
+    group_size: int,
+    bits: int,
+    mask: mx.array | None = None,
+    causal: bool = False,
+) -> mx.array:
+    """As `attention_reference` over packed keys and values (words, scales, biases), unpacked first."""
+    import mlx.core as mx
+
+    k, v = (mx.dequantize(*part, group_size=group_size, bits=bits).astype(queries.dtype) for part in (keys, values))
+    return attention_reference(queries, k, v, scale, mask, causal)
+
+
 def rope_reference(
     x: mx.array,
     dims: int,
@@ -123,6 +140,11 @@ def build_rms_norm() -> Callable[..., Any]:
 def build_attention() -> Callable[..., Any]:
     """The attention."""
     return library().attention  # type: ignore[no-any-return]
+
+
+def build_packed_attention() -> Callable[..., Any]:
+    """The attention over packed keys and values."""
+    return library().packed_attention  # type: ignore[no-any-return]
 
 
 def build_rope() -> Callable[..., Any]:

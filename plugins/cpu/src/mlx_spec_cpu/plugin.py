@@ -27,3 +27,5 @@ def spec_register(register: Register) -> None:
     register.kernel(
         Kernel("attention", cpu, "1e-5", op.build_attention, op.attention_reference, op.swap_attention, ready)
     )
+    packed = ("packed-attention", cpu, "1e-5", op.build_packed_attention, op.packed_attention_reference)
+    register.kernel(Kernel(*packed, ready=ready))
