@@ -242,7 +242,7 @@ def test_the_command_says_what_it_rounded_and_widened(spec, tmp_path):
     [
         (["convert", "m.gguf"], 2, "--out"),
         (["convert", "absent.gguf", "-o", "out"], 1, "absent.gguf"),
-        (["convert", ".", "-o", "out"], 1, "Is a directory"),
+        (["convert", ".", "-o", "out"], 1, "it holds GGUF files only"),
         (["convert", "bad.gguf", "-o", "out"], 1, "first bytes b'no G'"),
         (["convert", "m.gguf", "-o", "there"], 2, "something there already (config.json)"),
         (["convert", "m.gguf", "-o", "out", "--dtype", "int8"], 2, "float32 | float16 | bfloat16"),

@@ -19,7 +19,7 @@ from mlx_spec.errors import LoadError, UsageError
 from mlx_spec.gguf import convert as module
 from mlx_spec.gguf.convert import convert_gguf
 from mlx_spec.gguf.rope import llama3_factors
-from mlx_spec.gguf.writer import DTYPES, as_dtype
+from mlx_spec.gguf.rounding import DTYPES, as_dtype
 
 IDS = [3, 77, 12, 250, 9, 30, 31, 32, 140, 5, 201]
 MIXED = {

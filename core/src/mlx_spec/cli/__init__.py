@@ -29,7 +29,10 @@ COMMANDS = {
     "probe": ("probe:command", "Measure how exact a block verify is on this machine."),
     "bench": ("bench:command", "Time speculative against plain decoding in alternating runs."),
     "tune": ("tune:command", "Find the fastest block size for a pair on this machine, and keep it."),
-    "convert": ("convert:command", "Write a GGUF file as an MLX checkpoint."),
+    "convert": (
+        "convert:command",
+        "Write a GGUF file or a safetensors checkpoint as an MLX checkpoint, quantised on request.",
+    ),
     "new": ("new:command", "Write the start of a plugin: a drafter, or a family."),
     "plugins": ("plugins:command", "List installed plugins, what they serve and what failed to load."),
     "doctor": ("doctor:command", "Check this installation and name the next step for each problem."),

@@ -30,6 +30,11 @@ def on_terminal(stream: TextIO) -> bool:
         return False
 
 
+def on_terminal_stderr() -> bool:
+    """Whether a person is looking at stderr now."""
+    return on_terminal(sys.stderr)
+
+
 def console(stderr: bool = False) -> Console:
     """A rich console on stdout or stderr; text is printed as it is, never read as markup."""
     from rich.console import Console
@@ -115,9 +120,9 @@ class Steps:
 
 
 @contextmanager
-def progress(text: str, total: float | None = None) -> Iterator[Steps]:
+def progress(text: str, total: float | None = None, quiet: bool = False) -> Iterator[Steps]:
     """A progress bar on stderr while the block runs, on a terminal only; `total` None: no end known."""
-    if not on_terminal(sys.stderr):
+    if quiet or not on_terminal_stderr():
         yield Steps()
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -20,14 +20,15 @@ import numpy.typing as npt
 
 from ..errors import UsageError
 from ..tensorfiles import unreadable
+from ..tensorwriter import Entry, SafetensorsWriter
 from .blocks import GROUP, TYPES, Affine, Floats, TensorType, pack, type_name
 from .container import Gguf, Tensor, read_gguf
 from .families import Model, read_model
 from .metadata import Metadata
 from .parts import Part
 from .refusals import damaged, not_finite
+from .rounding import DTYPES, as_dtype, as_float32
 from .vocabulary import Vocabulary, read_vocabulary
-from .writer import DTYPES, Entry, SafetensorsWriter, as_dtype, as_float32
 
 CHUNK = 1 << 22
 """Weights decoded at a time; the largest arrays in memory are a few times as many bytes."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,10 +14,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ..tensorfiles import DTYPE_BITS
-
-DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""mlx's names of the dtypes unquantised weights can be written in -> safetensors' names."""
+from .tensorfiles import DTYPE_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +35,19 @@ class SafetensorsWriter:
     """One file of a checkpoint, in mlx's dialect; used as a context manager.
 
     Every entry has to be written from its first byte to its last; pieces of different entries may alternate.
+
+    Args:
+        metadata: text beside the tensors; the file always says that it is in mlx's dialect.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry]):
+    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None):
         self._path, self._entries = path, {entry.name: entry for entry in entries}
+        self._metadata = {"format": "mlx", **(metadata or {})}
         self._at: dict[str, int] = {}
         self._end: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        header: dict[str, object] = {"__metadata__": {"format": "mlx"}}
+        header: dict[str, object] = {"__metadata__": self._metadata}
         offset = 0
         for entry in self._entries.values():
             end = offset + entry.nbytes
@@ -66,25 +68,12 @@ class SafetensorsWriter:
         self._at[name] += data.nbytes
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._file.close()
+        try:
+            if kind is None:  # a disk that is full says so here at the latest
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
         short = [name for name, at in self._at.items() if at != self._end[name]]
         if short and kind is None:
             raise ValueError(f"{self._path.name}: {short[0]} was given {self._at[short[0]]} of {self._end[short[0]]}")
-
-
-def as_dtype(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.generic]:
-    """float32 values in the bytes of a safetensors dtype, rounded to nearest, ties to even."""
-    if dtype == "F32":
-        return values
-    if dtype == "F16":
-        with np.errstate(over="ignore"):  # infinities are reported by the caller, with the tensor's name
-            return values.astype(np.float16)
-    words = values.view(np.uint32)
-    return ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def as_float32(stored: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.float32]:
-    """What `as_dtype` made, as float32 again."""
-    if dtype == "BF16":
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float32)
