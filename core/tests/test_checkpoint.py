@@ -514,3 +514,11 @@ def test_fingerprint_does_not_depend_on_the_folder(one, tmp_path):
 def test_gemma3_reference_config_loads(tmp_path):
     model, config = checkpoint.load_mlx_lm(ref(write_model(tmp_path, GEMMA3)))
     assert config["eos_token_id"] == [1, 5] and len(model.layers) == 5
+
+
+def test_what_a_file_says_about_itself(one, tmp_path):
+    assert checkpoint.read_metadata(one / "model.safetensors") == {"format": "mlx"}
+    mx.save_safetensors(str(tmp_path / "bare.safetensors"), {"a": mx.ones((1,))})
+    assert checkpoint.read_metadata(tmp_path / "bare.safetensors") == {}
+    with pytest.raises(LoadError, match=r"absent.safetensors"):
+        checkpoint.read_metadata(tmp_path / "absent.safetensors")

@@ -24,6 +24,7 @@ from .tensorfiles import (
     load_tensors,
     read_header,
     read_json,
+    read_metadata,
     tensor_index,
     weight_files,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "read_config",
     "read_header",
     "read_json",
+    "read_metadata",
     "refuse_other_kind",
     "tensor_index",
     "weight_files",

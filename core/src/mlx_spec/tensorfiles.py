@@ -224,6 +224,17 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def read_metadata(file: Path) -> dict[str, str]:
+    """What a safetensors file says about itself, e.g. {"format": "mlx"}; {} for nothing."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            metadata = _header_json(file, stream, size)[1].get("__metadata__")
+    except OSError as error:
+        raise unreadable(file, error) from error
+    return {str(k): str(v) for k, v in metadata.items()} if isinstance(metadata, dict) else {}
+
+
 def _bad_file(file: Path, found: str, expected: str, code: str = "L16") -> LoadError:
     return LoadError(f"{file.name} in {file.parent}", found=found, expected=expected, next_step=_AGAIN, code=code)
 

@@ -8,18 +8,31 @@ from typing import TYPE_CHECKING
 from mlx_spec.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from mlx_spec.models import Target
+    from mlx_spec.errors import Finding
+    from mlx_spec.models import Drafter, Target
     from mlx_spec.registry import Register
-    from mlx_spec.types import ModelRef
+    from mlx_spec.types import DrafterCard, ModelRef
 
 TARGET_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+
+HEAD_OPTIONS = ("mtp_norms", "mtp_hidden", "mtp_concat", "draft_head_bits", "draft_vocab", "draft_vocab_size")
+HEAD_TYPES = ("qwen3_5_mtp", *TARGET_TYPES)
+"""model_types of directories that may hold an MTP head."""
+
+
+def detect_head(ref: ModelRef) -> DrafterCard | None:
+    """The card of an MTP head: in a directory of its own, or inside a whole checkpoint that kept it."""
+    from .mtp_config import head_card
+
+    return head_card(ref)
 
 
 @hookimpl
 def spec_register(register: Register) -> None:
-    """Claim the Qwen 3.5, 3.6 and 3.8 targets: all of them declare one of these model_types."""
+    """Claim the Qwen 3.5, 3.6 and 3.8 targets, which declare one of these types, and their MTP heads."""
     for model_type in TARGET_TYPES:
         register.target(model_type)
+    register.drafter("mtp", model_types=HEAD_TYPES, detect=detect_head, options=HEAD_OPTIONS)
     register.tiny("qwen35", "mlx_spec_qwen35.tiny:write_tiny")
 
 
@@ -31,3 +44,23 @@ def spec_load_target(ref: ModelRef, config: Mapping[str, object]) -> Target | No
     from .target import Qwen35Target
 
     return Qwen35Target.load(ref, config)
+
+
+@hookimpl
+def spec_load_drafter(ref: ModelRef, card: DrafterCard, target: Target) -> Drafter | None:
+    """The MTP head in `ref`, which may be the target's own directory."""
+    if card.kind != "mtp" or card.model_type not in HEAD_TYPES:
+        return None
+    from .mtp import MtpDrafter
+
+    return MtpDrafter.load(ref, card, target)
+
+
+@hookimpl
+def spec_validate_pair(target: ModelRef, drafter: ModelRef, card: DrafterCard) -> list[Finding] | None:
+    """Findings about a head and the target it is to draft for, from config.json and tensor headers."""
+    if card.kind != "mtp" or card.model_type not in HEAD_TYPES:
+        return None
+    from .mtp_validate import validate
+
+    return validate(target, drafter, card)

@@ -19,7 +19,7 @@ import numpy as np
 from mlx_spec.errors import UsageError
 from mlx_spec.testing import check_options, write_byte_tokenizer, write_weights
 
-from .tiny_tensors import Random, head_tensors, text_tensors
+from .tiny_tensors import Random, agreeing, head_tensors, text_tensors
 from .weights import SHIFTED, converted
 
 SPECIALS = ("<pad>", "<eos>", "<bos>", "<unk>", "<image>", "<video>")
@@ -94,6 +94,7 @@ def write_tiny(
     raw: bool = False,
     dtype: str = "float32",
     block_size: int = 4,
+    agree: bool = False,
     **config: Any,
 ) -> tuple[Path, Path | None]:
     """Write out/target and, if asked for, a drafter; returns both, the drafter None or out/target itself.
@@ -104,6 +105,7 @@ def write_tiny(
         raw: the published layout: norms as deltas, convolutions (C, 1, K), experts fused, wrapped names.
         dtype: "float32", "bfloat16" or "float16"; A_log stays float32.
         block_size: what the head in out/drafter declares.
+        agree: layers add little to the token's embedding and the head passes it on, so that some drafts are accepted.
         config: keys of the text configuration to override.
     """
     if variant not in VARIANTS or drafter not in DRAFTERS or (bits is not None and raw):
@@ -114,11 +116,14 @@ def write_tiny(
             next_step="Choose from these",
             code="QW04",
         )
-    check_options(config, {*TEXT, *EXPERTS, "variant", "wrapper", "drafter", "bits", "raw", "dtype", "block_size"})
+    check_options(
+        config, {*TEXT, *EXPERTS, "variant", "wrapper", "drafter", "bits", "raw", "dtype", "block_size", "agree"}
+    )
     text: dict[str, Any] = {**TEXT, **VARIANTS[variant], **config}
     draw = Random(np.random.default_rng(seed))
-    bare = _arrays(text_tensors(draw, text), dtype)
-    head = _arrays(head_tensors(draw, text), dtype) if drafter != "none" else {}
+    form = agreeing if agree else iter
+    bare = _arrays(form(text_tensors(draw, text)), dtype)
+    head = _arrays(form(head_tensors(draw, text)), dtype) if drafter != "none" else {}
     tensors = _named(bare, wrapper, raw) | ({} if drafter != "own" else _own(head, raw))
     if wrapper:
         name = "model.visual" if raw else "vision_tower"
