@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "delta.h"
 #include "embedding.h"
 #include "linear.h"
 #include "mlx/version.h"
@@ -53,7 +54,7 @@ double multiply_add_rate() {
 
 NB_MODULE(_native, m) {
   nb::module_::import_("mlx.core");  // registers the array type
-  m.attr("interface") = 3;  // INTERFACE of native.py: raised with every change of names or arguments below
+  m.attr("interface") = 4;  // INTERFACE of native.py: raised with every change of names or arguments below
   m.attr("built_for") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                         std::to_string(MLX_VERSION_PATCH);
   m.def(
@@ -111,6 +112,21 @@ NB_MODULE(_native, m) {
       },
       "indices"_a, "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "mode"_a = "dense", "group_size"_a = 0,
       "bits"_a = 0);
+  m.def(
+      "gated_delta",
+      [](const mlx::core::array& q, const mlx::core::array& k, const mlx::core::array& v, const mlx::core::array& decay,
+         const mlx::core::array& rate, const mlx::core::array& state) {
+        auto made = spec::gated_delta(q, k, v, decay, rate, state, {});
+        return std::make_tuple(made[0], made[1], made[2]);
+      },
+      "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "state"_a);
+  m.def(
+      "replay_delta",
+      [](const mlx::core::array& state, const mlx::core::array& k, const mlx::core::array& decay,
+         const mlx::core::array& delta, const mlx::core::array& keep) {
+        return spec::replay_delta(state, k, decay, delta, keep, {});
+      },
+      "state"_a, "k"_a, "g"_a, "delta"_a, "keep"_a);
   m.def("read_rate", &read_rate, "mib"_a = 256, nb::call_guard<nb::gil_scoped_release>());
   m.def("multiply_add_rate", &multiply_add_rate, nb::call_guard<nb::gil_scoped_release>());
   m.def("threads", &spec::threads);

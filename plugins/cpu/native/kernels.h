@@ -77,6 +77,30 @@ struct Rotation {
   const float *cosines, *sines;
 };
 
+// Elements of step t begin `t * step` elements on and lie `apart` elements from each other.
+struct Series {
+  const void* data;
+  Type type;
+  int64_t step, apart;
+};
+
+// Some rows of the state of one head through `steps` steps of the gated delta rule (mlx_spec/gated_delta.py).
+struct Delta {
+  int64_t rows, steps, D;  // rows of the state, each of D elements
+  const float* before;
+  int64_t row_stride, column_stride;  // of `before`
+  float* after;                       // (rows, D), lying together
+  Series decay, keys;                 // one element, D elements
+  bool replay;                        // then `deltas` are read, else they are computed from the rest and written
+  Series rate, queries, values;       // one element, D and `rows` elements
+  float* deltas;
+  int64_t delta_step, delta_apart;
+  void* y;  // of step t: `t * y_step` elements on
+  Type y_type;
+  int64_t y_step;
+  float* scratch;  // `delta_floats` of them, of the calling thread
+};
+
 struct Kernels {
   const char* name;
   // Floats of scratch one call of `product` needs.
@@ -98,6 +122,8 @@ struct Kernels {
   // Cosines and sines of angles, as mlx computes them, rounded as `type` stores them.
   void (*waves)(const float* angles, int64_t count, Type type, float* cosines, float* sines);
   void (*rotate)(const Rotation&);
+  int64_t (*delta_floats)(const Delta&);
+  void (*delta)(const Delta&);
   // What the machine can do, for benchmarks: the sum of n floats, and n rounds of independent multiply-adds.
   float (*read)(const float*, int64_t n);
   float (*multiply_add)(int64_t rounds);

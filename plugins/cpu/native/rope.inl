@@ -64,7 +64,7 @@ static void rotate_typed(const Rotation& r) {
     const vec ac = rounded_lanes<type>(times(a, c)), bs = rounded_lanes<type>(times(b, s));
     const vec as = rounded_lanes<type>(times(a, s)), bc = rounded_lanes<type>(times(b, c));
     float first[W], second[W];
-    store(first, minus(ac, bs)), store(second, fma(as, ones(1), bc));
+    store(first, minus(ac, bs)), store(second, plus(as, bc));
     for (int64_t j = 0; j < W && j < count; j++) {
       put(r.y, type, (i + j) * step, first[j]);
       put(r.y, type, (i + j) * step + apart, second[j]);

@@ -4,6 +4,7 @@
 #include "norm.inl"
 #include "attention.inl"
 #include "rope.inl"
+#include "delta.inl"
 #include "limits.inl"
 
 static constexpr Kernels table(const char* name) {
@@ -20,6 +21,8 @@ static constexpr Kernels table(const char* name) {
       .attend = attend,
       .waves = waves,
       .rotate = rotate,
+      .delta_floats = delta_floats,
+      .delta = delta,
       .read = read,
       .multiply_add = multiply_add,
       .multiply_adds_a_round = W * CHAINS,

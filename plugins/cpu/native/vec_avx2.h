@@ -31,6 +31,7 @@ static inline vec two_to(vec n) {  // n whole, -126 to 127
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 static inline vec times(vec a, vec b) { return _mm256_mul_ps(a, b); }
+static inline vec plus(vec a, vec b) { return _mm256_add_ps(a, b); }
 static inline vec minus(vec a, vec b) { return _mm256_sub_ps(a, b); }
 // v where x >= limit (or x is NaN), else zero.
 static inline vec unless_below(vec v, vec x, float limit) {

@@ -35,6 +35,7 @@ static inline vec two_to(vec n) {  // n whole, -126 to 127
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
 static inline vec times(vec a, vec b) { return _mm512_mul_ps(a, b); }
+static inline vec plus(vec a, vec b) { return _mm512_add_ps(a, b); }
 static inline vec minus(vec a, vec b) { return _mm512_sub_ps(a, b); }
 // v where x >= limit (or x is NaN), else zero.
 static inline vec unless_below(vec v, vec x, float limit) {

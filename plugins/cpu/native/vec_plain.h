@@ -32,6 +32,7 @@ static inline vec fma(vec a, vec b, vec c) {
 
 static inline vec maximum(vec a, vec b) { LANES(p[i] > q[i] ? p[i] : q[i]); }
 static inline vec times(vec a, vec b) { LANES(p[i] * q[i]); }
+static inline vec plus(vec a, vec b) { LANES(p[i] + q[i]); }
 static inline vec minus(vec a, vec b) { LANES(p[i] - q[i]); }
 static inline vec nearest(vec a) {
   const vec b = a;

@@ -22,6 +22,7 @@ NEEDS_LIBRARY = (
     "test_models.py",
     "test_attention.py",
     "test_packed_attention.py",
+    "test_gated_delta.py",
     "test_rope.py",
     "test_embedding.py",
 )

@@ -22,6 +22,7 @@ from mlx_spec.kernels import swap_modules
 from mlx_spec.linear import HeldLinear
 
 from .native import library
+from .recurrence import RECURRENCE
 from .rope import ROPE
 from .twins import FLOATS, Rule, swapper, twin
 
@@ -193,7 +194,7 @@ def _attending(kind: Any) -> type | None:
 def swap_tree(module: nn.Module) -> nn.Module:
     """`module` with every layer replaced that a kernel covers."""
     library()
-    for rules in (LINEAR, EXPERTS, NORM, ROPE):
+    for rules in (LINEAR, EXPERTS, NORM, ROPE, RECURRENCE):
         module, _ = swap_modules(module, swapper(rules))
     module, _ = swap_modules(module, swap_attention)
     return module

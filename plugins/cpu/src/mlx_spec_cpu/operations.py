@@ -122,6 +122,22 @@ def rows_reference(
     return mx.dequantize(weight[indices], scales[indices], chosen, group_size=group_size, bits=bits, mode=mode)
 
 
+def gated_delta_reference(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The gated delta rule of core in plain mlx operations: (y, state, delta)."""
+    from mlx_spec.gated_delta import GatedDelta
+
+    return GatedDelta()(q, k, v, g, beta, state)  # type: ignore[no-any-return]
+
+
+def replay_delta_reference(state: mx.array, k: mx.array, g: mx.array, delta: mx.array, keep: mx.array) -> mx.array:
+    """The replay of core in plain mlx operations: the state after keep[b] steps of row b."""
+    from mlx_spec.gated_delta import GatedDelta
+
+    return GatedDelta().replay(state, k, g, delta, keep)
+
+
 def build_linear() -> Callable[..., Any]:
     """The linear kernel."""
     return library().linear  # type: ignore[no-any-return]
@@ -145,6 +161,16 @@ def build_attention() -> Callable[..., Any]:
 def build_packed_attention() -> Callable[..., Any]:
     """The attention over packed keys and values."""
     return library().packed_attention  # type: ignore[no-any-return]
+
+
+def build_gated_delta() -> Callable[..., Any]:
+    """The gated delta rule."""
+    return library().gated_delta  # type: ignore[no-any-return]
+
+
+def build_replay_delta() -> Callable[..., Any]:
+    """The replay of its steps."""
+    return library().replay_delta  # type: ignore[no-any-return]
 
 
 def build_rope() -> Callable[..., Any]:
@@ -186,6 +212,13 @@ def swap_rope(module: nn.Module) -> nn.Module | None:
     from .rope import swap_rope
 
     return swap_rope(module)
+
+
+def swap_gated_delta(module: nn.Module) -> nn.Module | None:
+    """Core's gated delta rule."""
+    from .recurrence import swap_gated_delta
+
+    return swap_gated_delta(module)
 
 
 def swap_attention(module: nn.Module) -> nn.Module | None:

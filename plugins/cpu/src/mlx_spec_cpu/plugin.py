@@ -29,3 +29,8 @@ def spec_register(register: Register) -> None:
     )
     packed = ("packed-attention", cpu, "1e-5", op.build_packed_attention, op.packed_attention_reference)
     register.kernel(Kernel(*packed, ready=ready))
+    delta = ("gated-delta", cpu, "1e-5", op.build_gated_delta, op.gated_delta_reference, op.swap_gated_delta, ready)
+    register.kernel(Kernel(*delta))
+    register.kernel(
+        Kernel("replay-delta", cpu, "bitwise", op.build_replay_delta, op.replay_delta_reference, ready=ready)
+    )

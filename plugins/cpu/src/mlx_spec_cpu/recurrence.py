@@ -1,0 +1,37 @@
+"""Core's gated delta rule on the kernel."""
+
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_spec.gated_delta import GatedDelta
+
+from .native import library
+from .twins import FLOATS, Rule, swapper
+
+
+class RowGatedDelta(GatedDelta):
+    """GatedDelta in one operation for all steps, and one for a replay.
+
+    The state has the bytes of the rule in plain mlx for equal deltas; sums over a key are added in another order.
+    """
+
+    def __call__(
+        self, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """As GatedDelta: (y, state after the last step, delta)."""
+        if any(a.dtype not in FLOATS for a in (q, k, v, beta)):
+            return super().__call__(q, k, v, g, beta, state)
+        return library().gated_delta(q, k, v, g.astype(mx.float32), beta, state)
+
+    def replay(self, state: mx.array, k: mx.array, g: mx.array, delta: mx.array, keep: mx.array) -> mx.array:
+        """As GatedDelta: the state after the first keep[b] steps of row b."""
+        if k.dtype not in FLOATS:
+            return super().replay(state, k, g, delta, keep)
+        return library().replay_delta(state, k, g.astype(mx.float32), delta, keep.astype(mx.int32))
+
+
+RECURRENCE: tuple[Rule, ...] = ((GatedDelta, RowGatedDelta, lambda _: True),)
+swap_gated_delta = swapper(RECURRENCE)
