@@ -10,8 +10,16 @@ from toys import Drip, Recurrence
 from mlx_spec.full_model import FullModelDrafter
 from mlx_spec.lookup import PromptLookupDrafter
 from mlx_spec.models import Drafter, Target
-from mlx_spec.state import KVState, QuantisedKVState, QuantisedWindowState, State, WindowState
-from mlx_spec.testing import Attention, DrafterContract, Mutation, PairContract, StateContract, TargetContract
+from mlx_spec.state import DeltaState, KVState, QuantisedKVState, QuantisedWindowState, State, WindowState
+from mlx_spec.testing import (
+    Attention,
+    DrafterContract,
+    GatedDeltas,
+    Mutation,
+    PairContract,
+    StateContract,
+    TargetContract,
+)
 
 PLAIN = {"batch", "sampling", "taps", "quantised_kv"}
 
@@ -126,6 +134,15 @@ class TestRecurrence(OneState):
     @pytest.fixture
     def feed(self) -> Drip:
         return Drip()
+
+
+class TestDeltaState(OneState):
+    capabilities = {"batch", "recurrent", "conv"}
+    state = DeltaState
+
+    @pytest.fixture
+    def feed(self) -> GatedDeltas:
+        return GatedDeltas()
 
 
 class TestStatesOfATarget(StateContract):

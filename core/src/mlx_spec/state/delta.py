@@ -68,6 +68,8 @@ class DeltaState(State):
 
     def joined(self, rows: mx.array, kept: int) -> mx.array:
         """The convolution's input: `kept` held rows, zeros at the start, then rows (B, L, C)."""
+        if rows.shape[0] != len(self._lengths):
+            raise ValueError(f"state of {len(self._lengths)} rows was given {rows.shape[0]}")
         if self._live is None:
             window = mx.zeros((rows.shape[0], kept, rows.shape[2]), dtype=rows.dtype)
             return mx.concatenate([window, rows], axis=1)
@@ -87,9 +89,7 @@ class DeltaState(State):
             rule: runs kept steps again, should it have to.
             tape: False for a run that nobody takes back, as of a prompt: it is not recorded and ends the mark.
         """
-        batch, count = steps.rows.shape[:2]
-        if batch != len(self._lengths):
-            raise ValueError(f"state of {len(self._lengths)} rows was given {batch}")
+        count = steps.rows.shape[1]
         if not tape:
             self._unmark()
         elif self._marked:

@@ -29,6 +29,7 @@ _EXPORTS = {
     "ScriptedDrafter": "drafters",
     "ContractFault": "faults",
     "Attention": "feed",
+    "GatedDeltas": "feed",
     "TinyPair": "writers",
     "families": "writers",
     "write_tiny": "writers",
@@ -44,6 +45,7 @@ __all__ = [
     "BrokenDrafter",
     "ContractFault",
     "DrafterContract",
+    "GatedDeltas",
     "KernelContract",
     "Mutation",
     "PairContract",
@@ -72,7 +74,7 @@ if TYPE_CHECKING:
     from .contracts.whole import expected_failure
     from .drafters import BrokenDrafter, ScriptedDrafter
     from .faults import ContractFault
-    from .feed import Attention
+    from .feed import Attention, GatedDeltas
     from .tiny import check_options, write_model, write_weights
     from .tokenizer import write_byte_tokenizer
     from .writers import TinyPair, families, write_tiny

@@ -189,7 +189,9 @@ def _fold_layer_types(values: dict[str, Any], path: Path, prefix: str) -> None:
     layers = values.get("num_hidden_layers", len(kinds))
     wanted = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers if type(layers) is int else 0)]
     if kinds != wanted:
-        where = next((i for i, (a, b) in enumerate(zip(kinds, wanted, strict=False)) if a != b), len(wanted))
+        where = next(
+            (i for i, (a, b) in enumerate(zip(kinds, wanted, strict=False)) if a != b), min(len(kinds), len(wanted))
+        )
         found = f"{len(kinds)} entries, {kinds[where] if where < len(kinds) else 'none'} at {where}"
         refuse(path, key, found, f"{layers} entries, {FULL} at every {interval}th (full_attention_interval)")
 

@@ -108,6 +108,21 @@ class StateContract(Contract):
                 bench.run(only, keep)
         bench.expect_same(taken, only, f"{bench.name} after ten rounds", self.level)
 
+    def test_several_blocks_after_one_mark_are_taken_back(self, bench: Bench) -> None:
+        """Three appends after a mark, as a drafter makes them: any number of their rows can be kept."""
+        for length in bench.lengths(self.declares("window")):
+            for keep in range(7):
+                taken = bench.filled(length)
+                mark = taken.mark()
+                for first, width in ((0, 3), (3, 1), (4, 2)):
+                    bench.run(taken, width, max(0, min(width, keep - first)))
+                bench.rewind(taken, mark, [keep])
+                only = bench.filled(length)
+                if keep:
+                    bench.run(only, keep)
+                what = f"{bench.name} of {length} rows after three blocks, rewound to keep {keep} of their 6 rows"
+                bench.expect_same(taken, only, what, self.level)
+
     def test_a_rewind_that_cannot_be_done_changes_nothing(self, bench: Bench) -> None:
         """keep outside 0..L is a ValueError, and the state is as it was."""
         for keep in (-1, 5):
