@@ -16,7 +16,7 @@ from .compare import same_reply
 from .faults import broken, require
 from .rig import Rig, Run, Setup
 from .statistics import Draws
-from .traces import by_history, drafted, parting, shown
+from .traces import by_question, drafted, parting, shown
 from .watch import Proposal, Steer, same_bytes, watched_propose
 
 if TYPE_CHECKING:
@@ -140,12 +140,12 @@ def as_alone(
     drafter, compared = the(rig), 0
     together = rig.run(drafter, prompts, counts, setup, steer=steer)
     well_formed(rig, together)
-    known = by_history(together.proposals)
+    known = by_question(together.proposals)
     for prompt, count, reply in zip(prompts, counts, together.tokens, strict=True):
         alone = rig.run(drafter, [prompt], count, Setup(setup.block_size), steer=steer)
         same_reply(reply, alone.tokens[0], f"reply in company, prompt of {len(prompt)} tokens", STATE)
         for seen in alone.proposals:
-            other, row = known.get(tuple(seen.histories[0]), (seen, 0))
+            other, row = known.get((tuple(seen.histories[0]), seen.budget[0]), (seen, 0))
             where = parting(other, row, seen, 0)
             require(
                 not where,

@@ -39,9 +39,13 @@ def _tied(logits: mx.array, a: int, b: int) -> bool:
     return known and close(logits[a : a + 1], logits[b : b + 1])
 
 
-def by_history(proposals: Iterable[Proposal]) -> dict[tuple[int, ...], tuple[Proposal, int]]:
-    """History of a row -> the proposal made after it, and the row's index in it."""
-    return {tuple(h): (p, b) for p in proposals for b, h in enumerate(p.histories) if p.draft is not None}
+def by_question(proposals: Iterable[Proposal]) -> dict[tuple[tuple[int, ...], int], tuple[Proposal, int]]:
+    """History and budget of a row -> the proposal that answered, and the row's index in it.
+
+    The budget belongs to the question: a drafter of whole blocks drafts otherwise into a shorter one.
+    """
+    rows = ((p, b, tuple(h)) for p in proposals if p.draft is not None for b, h in enumerate(p.histories))
+    return {(history, p.budget[b]): (p, b) for p, b, history in rows}
 
 
 def drafted(proposals: Iterable[Proposal]) -> int:

@@ -29,4 +29,26 @@ CODES = (
     Code("QW34", "An MTP head of a shorter context than its target", "none", ("mtp_validate",)),
     Code("QW35", "A draft_vocab file that is no ranking of token ids", "request", ("mtp_output",)),
     Code("QW36", "A hidden size whose output rows cannot be packed", "request", ("mtp_output",)),
+    Code("QW40", "A key of a DFlash drafter's config.json that cannot be used", "files", ("dflash_config",)),
+    Code("QW41", "A DFlash drafter for a target of another family", "choose", ("dflash_validate",)),
+    Code("QW42", "A DFlash drafter of another hidden size than its target", "choose", ("dflash_validate",)),
+    Code("QW43", "A DFlash drafter of another vocabulary size than its target", "choose", ("dflash_validate",)),
+    Code("QW44", "A drafter for a target with another number of layers", "choose", ("dflash_validate",)),
+    Code(
+        "QW45", "Layer numbers that do not increase, or that its own target does not have", "files", ("dflash_config",)
+    ),
+    Code("QW46", "A mask token outside the vocabulary", "files", ("dflash_config",)),
+    Code("QW47", "A block size or width cap that leaves nothing to draft", "files", ("dflash_config",)),
+    Code("QW48", "Layer types, or the sliding window they need, that make no stack", "files", ("dflash_config",)),
+    Code("QW49", "DFlash query heads that do not share its K/V heads evenly", "files", ("dflash_config",)),
+    Code("QW50", "A DFlash drafter with an embedding or output head of its own", "files", ("dflash_validate",)),
+    Code("QW51", "DFlash tensors that are missing or unexpected", "files", ("dflash_validate",)),
+    Code("QW52", "DFlash tensors of another shape", "files", ("dflash_validate",)),
+    Code(
+        "QW53", "A quantised DFlash drafter whose config.json says otherwise, or nothing", "files", ("dflash_validate",)
+    ),
+    Code("QW54", "A DSpark drafter, which this plugin does not read", "install", ("dflash_validate",)),
+    Code("QW55", "DFlash2 keys that are missing or do not fit together", "files", ("dflash_config",)),
+    Code("QW56", "A DFlash drafter loaded for a target that is no Qwen 3.5", "choose", ("dflash",)),
+    Code("QW58", "A DFlash drafter of shorter context than its target", "none", ("dflash_validate",)),
 )

@@ -18,21 +18,30 @@ TARGET_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 HEAD_OPTIONS = ("mtp_norms", "mtp_hidden", "mtp_concat", "draft_head_bits", "draft_vocab", "draft_vocab_size")
 HEAD_TYPES = ("qwen3_5_mtp", *TARGET_TYPES)
 """model_types of directories that may hold an MTP head."""
+DFLASH = "dflash"
 
 
 def detect_head(ref: ModelRef) -> DrafterCard | None:
     """The card of an MTP head: in a directory of its own, or inside a whole checkpoint that kept it."""
     from .mtp_config import head_card
 
-    return head_card(ref)
+    return head_card(ref) if detect_dflash(ref) is None else None
+
+
+def detect_dflash(ref: ModelRef) -> DrafterCard | None:
+    """The card of a DFlash or DFlash2 directory, whatever its model_type; None for other ones."""
+    from .dflash_config import dflash_card
+
+    return dflash_card(ref)
 
 
 @hookimpl
 def spec_register(register: Register) -> None:
-    """Claim the Qwen 3.5, 3.6 and 3.8 targets, which declare one of these types, and their MTP heads."""
+    """Claim the Qwen 3.5, 3.6 and 3.8 targets, which declare one of these types, and their drafters."""
     for model_type in TARGET_TYPES:
         register.target(model_type)
     register.drafter("mtp", model_types=HEAD_TYPES, detect=detect_head, options=HEAD_OPTIONS)
+    register.drafter(DFLASH, detect=detect_dflash)
     register.tiny("qwen35", "mlx_spec_qwen35.tiny:write_tiny")
 
 
@@ -48,7 +57,11 @@ def spec_load_target(ref: ModelRef, config: Mapping[str, object]) -> Target | No
 
 @hookimpl
 def spec_load_drafter(ref: ModelRef, card: DrafterCard, target: Target) -> Drafter | None:
-    """The MTP head in `ref`, which may be the target's own directory."""
+    """The drafter in `ref`: an MTP head, maybe in the target's own directory, or a DFlash network."""
+    if card.kind == DFLASH:
+        from .dflash import DFlashDrafter
+
+        return DFlashDrafter.load(ref, card, target)
     if card.kind != "mtp" or card.model_type not in HEAD_TYPES:
         return None
     from .mtp import MtpDrafter
@@ -58,9 +71,13 @@ def spec_load_drafter(ref: ModelRef, card: DrafterCard, target: Target) -> Draft
 
 @hookimpl
 def spec_validate_pair(target: ModelRef, drafter: ModelRef, card: DrafterCard) -> list[Finding] | None:
-    """Findings about a head and the target it is to draft for, from config.json and tensor headers."""
-    if card.kind != "mtp" or card.model_type not in HEAD_TYPES:
-        return None
-    from .mtp_validate import validate
+    """Findings about one of these drafters and its target, from config.json and tensor headers."""
+    if card.kind == "mtp" and card.model_type in HEAD_TYPES:
+        from .mtp_validate import validate as validate_head
 
-    return validate(target, drafter, card)
+        return validate_head(target, drafter, card)
+    from .dflash_validate import refuse_dspark, validate
+
+    if card.kind == DFLASH and "layout" in card.extra:
+        return validate(target, drafter, TARGET_TYPES)
+    return refuse_dspark(drafter) if card.kind == "full-model" else None

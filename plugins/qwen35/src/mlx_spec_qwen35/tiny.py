@@ -19,6 +19,7 @@ import numpy as np
 from mlx_spec.errors import UsageError
 from mlx_spec.testing import check_options, write_byte_tokenizer, write_weights
 
+from .tiny_dflash import drafter_config, drafter_tensors
 from .tiny_tensors import Random, agreeing, head_tensors, text_tensors
 from .weights import SHIFTED, converted
 
@@ -80,7 +81,7 @@ VISION: Mapping[str, Any] = {
     "in_channels": 3,
     "deepstack_visual_indexes": [],
 }
-DRAFTERS = ("none", "own", "mtp")
+DRAFTERS = ("none", "own", "mtp", "dflash", "dflash2")
 
 
 def write_tiny(
@@ -95,17 +96,21 @@ def write_tiny(
     dtype: str = "float32",
     block_size: int = 4,
     agree: bool = False,
+    sliding: bool = False,
+    causal: bool | None = None,
     **config: Any,
 ) -> tuple[Path, Path | None]:
     """Write out/target and, if asked for, a drafter; returns both, the drafter None or out/target itself.
 
     Args:
-        drafter: "own": MTP head inside the target's files; "mtp": a head in out/drafter; "none".
+        drafter: "own": MTP head inside the target's files; "mtp": a head in out/drafter; "dflash", "dflash2":
+            a block drafter in out/drafter; "none".
         bits: 4 or 8 for every matrix wide enough, in groups of 32; not together with `raw`.
         raw: the published layout: norms as deltas, convolutions (C, 1, K), experts fused, wrapped names.
         dtype: "float32", "bfloat16" or "float16"; A_log stays float32.
-        block_size: what the head in out/drafter declares.
+        block_size: what the drafter in out/drafter declares.
         agree: layers add little to the token's embedding and the head passes it on, so that some drafts are accepted.
+        sliding, causal: of DFlash drafters: a sliding first layer; what dflash_config says of its blocks.
         config: keys of the text configuration to override.
     """
     if variant not in VARIANTS or drafter not in DRAFTERS or (bits is not None and raw):
@@ -116,14 +121,13 @@ def write_tiny(
             next_step="Choose from these",
             code="QW04",
         )
-    check_options(
-        config, {*TEXT, *EXPERTS, "variant", "wrapper", "drafter", "bits", "raw", "dtype", "block_size", "agree"}
-    )
+    own = ("variant", "wrapper", "drafter", "bits", "raw", "dtype", "block_size", "agree", "sliding", "causal")
+    check_options(config, {*TEXT, *EXPERTS, *own})
     text: dict[str, Any] = {**TEXT, **VARIANTS[variant], **config}
     draw = Random(np.random.default_rng(seed))
     form = agreeing if agree else iter
     bare = _arrays(form(text_tensors(draw, text)), dtype)
-    head = _arrays(form(head_tensors(draw, text)), dtype) if drafter != "none" else {}
+    head = _arrays(form(head_tensors(draw, text)), dtype) if drafter in ("own", "mtp") else {}
     tensors = _named(bare, wrapper, raw) | ({} if drafter != "own" else _own(head, raw))
     if wrapper:
         name = "model.visual" if raw else "vision_tower"
@@ -131,6 +135,10 @@ def write_tiny(
     whole = _config(text, variant, wrapper)
     target = _write(Path(out) / "target", whole, tensors, bits, dtype, 2, "pt" if raw else "mlx")
     write_byte_tokenizer(target, text["vocab_size"], SPECIALS)
+    if drafter in ("dflash", "dflash2"):
+        block = drafter_config(text, drafter == "dflash2", block_size, sliding, causal)
+        arrays = _arrays(drafter_tensors(draw, block), dtype)
+        return target, _write(Path(out) / "drafter", block, arrays, bits, dtype, 1, "pt")
     if drafter != "mtp":
         return target, target if drafter == "own" else None
     card = {"model_type": "qwen3_5_mtp", "block_size": block_size, "text_config": _text_config(text, variant)}
@@ -241,7 +249,8 @@ def _quantised(tensors: Mapping[str, mx.array], bits: int) -> tuple[dict[str, mx
         path = name.removesuffix(".weight")
         router = path.endswith(("mlp.gate", "shared_expert_gate"))
         how = ROUTER if router else {"group_size": GROUP, "bits": bits}
-        if value.ndim < 2 or value.shape[-1] % how["group_size"] or "conv1d" in name or "patch_embed" in name:
+        kernel = any(part in name for part in ("conv1d", "patch_embed", "base_kernel", "codebook"))
+        if value.ndim < 2 or value.shape[-1] % how["group_size"] or kernel:
             out[name] = value
             continue
         parts = mx.quantize(value, group_size=how["group_size"], bits=how["bits"])
