@@ -64,6 +64,13 @@ def find_heads(config: Mapping[str, Any], index: Mapping[str, TensorInfo]) -> li
     ]
 
 
+def is_head(name: str, layers: object = None) -> bool:
+    """Whether a tensor of this name belongs to a head; `layers`: num_hidden_layers, if declared."""
+    layer = _LAYER.fullmatch(name)
+    past_the_last = layer is not None and type(layers) is int and int(layer["layer"]) >= layers
+    return _HEAD.match(name) is not None or past_the_last
+
+
 def whole_index(path: Path, index: Mapping[str, TensorInfo] | None = None) -> dict[str, TensorInfo]:
     """Tensors of a model folder, with those of a separate head file under names a head has inside a model.
 

@@ -93,8 +93,13 @@ def spec_probe_exactness(target: Target, drafter: Drafter, plan: ProbePlan) -> E
 
 @hookspec(firstresult=True)
 def spec_split_drafter(ref: ModelRef, out: Path, options: Mapping[str, object]) -> Path | None:
-    """Extract a drafter head out of a checkpoint into a drafter directory.
+    """Extract a drafter head out of a checkpoint into the drafter directory `out`.
 
-    Core itself never calls it. It is for the command a plugin adds in `spec_register_commands`, and for other
-    tools, which so find every family's way to split a head off under one name.
+    `spec split-mtp` calls it, and `spec convert --keep-mtp`; the plugin that serves the model_type is asked. `out` is a
+    folder of core's, which gets its name when it is complete: write config.json and weights into it, best with
+    `mlx_spec.conversion.head.write_head`, and return it. Read only the tensors of the head.
+
+    options: q_bits, q_group_size, q_mode (None: keep weights as they are), dtype of floats (None: as stored),
+    block_size (L; None: the head's own), metadata (text for the weight file: the record of the trunk) and
+    tick(nbytes), told what is done.
     """

@@ -230,16 +230,30 @@ def validate_pair(target: ModelRef, choice: DrafterChoice) -> list[Finding]:
     """Ask every plugin about the pair, from files alone; raises PairError when a finding is an error."""
     if choice.ref is None:
         return []
+    from .conversion.trunk import check_trunk
     from .plugins import get_manager
 
     answers = get_manager().ask_each("spec_validate_pair", target=target, drafter=choice.ref, card=choice.card)
     findings = [f for _, answer in answers if answer for f in answer]
+    findings += check_trunk(target, choice.ref, _is_extracted(choice))
     errors = [f for f in findings if f.severity == "error"]
     if errors:
         raise PairError(findings)
     for finding in findings:
         log.warning("%s", finding) if finding.severity == "warning" else log.info("%s", finding)
     return findings
+
+
+def _is_extracted(choice: DrafterChoice) -> bool:
+    """True for a directory that holds a head alone, of a kind its plugin also finds inside whole models."""
+    from .plugins import get_manager
+
+    manager = get_manager()
+    record, targets = manager.record(choice.owner), manager.registry.model_types()
+    if record is None or record.claims is None or choice.card.model_type in targets:
+        return False
+    inside = {t for claim in record.claims.drafters if claim.kind == choice.kind for t in claim.model_types}
+    return "spec_split_drafter" in record.hooks and not inside.isdisjoint(targets)
 
 
 def load_drafter(choice: DrafterChoice, target: Target) -> Drafter:

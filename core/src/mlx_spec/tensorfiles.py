@@ -67,22 +67,27 @@ def tensor_index(path: Path, stem: str = "model") -> dict[str, TensorInfo]:
                     code="L13",
                 )
             index[name] = info
-    for name, shard in _weight_map(path, stem).items():
+    for name, shard in weight_map(path, stem).items():
         if name not in index or index[name].file.name != shard:
-            raise LoadError(
-                f"{stem}.safetensors.index.json in {path}",
-                found=f"tensor {name} listed in {shard}, "
-                + (f"but it is in {index[name].file.name}" if name in index else "but it is in no shard"),
-                expected="an index that matches its shards",
-                next_step="The index is stale: download the index and the shards again from one revision",
-                code="L12",
-            )
+            where = f"but it is in {index[name].file.name}" if name in index else "but it is in no shard"
+            raise stale_index(path, stem, name, shard, where)
     return index
+
+
+def stale_index(path: Path, stem: str, name: str, shard: str, where: str) -> LoadError:
+    """The error for an index that lists a tensor where it is not."""
+    return LoadError(
+        f"{stem}.safetensors.index.json in {path}",
+        found=f"tensor {name} listed in {shard}, {where}",
+        expected="an index that matches its shards",
+        next_step="The index is stale: download the index and the shards again from one revision",
+        code="L12",
+    )
 
 
 def weight_files(path: Path, stem: str = "model") -> list[Path]:
     """Weight files that belong to the model, sorted; see `tensor_index` for which. Reads no header."""
-    listed = sorted(set(_weight_map(path, stem).values()))
+    listed = sorted(set(weight_map(path, stem).values()))
     if listed:
         missing = [name for name in listed if not (path / name).exists()]
         if missing:
@@ -148,7 +153,7 @@ def _without_index(path: Path, files: list[Path], stem: str) -> list[Path]:
     return files
 
 
-def _weight_map(path: Path, stem: str) -> dict[str, str]:
+def weight_map(path: Path, stem: str) -> dict[str, str]:
     """Tensor name -> shard file of the index file; empty without one."""
     file = path / f"{stem}.safetensors.index.json"
     if not file.exists():

@@ -33,6 +33,7 @@ COMMANDS = {
         "convert:command",
         "Write a GGUF file or a safetensors checkpoint as an MLX checkpoint, quantised on request.",
     ),
+    "split-mtp": ("split:command", "Extract the drafter head of a checkpoint into a directory of its own."),
     "new": ("new:command", "Write the start of a plugin: a drafter, or a family."),
     "plugins": ("plugins:command", "List installed plugins, what they serve and what failed to load."),
     "doctor": ("doctor:command", "Check this installation and name the next step for each problem."),

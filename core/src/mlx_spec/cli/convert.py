@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     help="Of scales and unquantised weights. Default: what config.json declares; float32 for a GGUF file, which keeps "
     "its values and is fast on CPUs.",
 )
+@click.option("--keep-mtp", is_flag=True, help="Keep the drafter head, in a file beside the model.")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there already.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(source: str, out: Path, dtype: str | None, overwrite: bool, as_json: bool, **quantise: Any) -> None:
@@ -63,7 +64,7 @@ def _convert_checkpoint(
     with progress(f"converting {ref.path.name}", total=1.0, quiet=as_json) as steps:
         told = Progress(Share(steps).on_bytes, file_note(as_json))
         try:
-            made = convert(ref, out, Options(how, dtype), overwrite, told)
+            made = convert(ref, out, Options(how, dtype, quantise["keep_mtp"]), overwrite, told)
         except KeyboardInterrupt:
             note("interrupted: the same command goes on after the files that are complete")
             raise
@@ -71,6 +72,8 @@ def _convert_checkpoint(
         print_json(made)
     else:
         print_table(("", ""), checkpoint_rows(made))
+        if made.left_out:
+            note(f"left out: the drafter head under {', '.join(made.left_out)}; --keep-mtp keeps it")
 
 
 class Share:
@@ -102,6 +105,7 @@ def checkpoint_rows(made: Converted) -> list[tuple[str, str]]:
         ("quantised", bits or "no"),
         ("dtype", made.dtype or "as stored"),
         ("weights", f"{size(made.nbytes)} in {made.files} file{'s' * (made.files > 1)}"),
+        ("head", f"{made.head}; it drafts with --draft-kind mtp" if made.head else ""),
         ("resumed", "after an interrupted run" if made.resumed else ""),
     ]
     return [(label, value) for label, value in lines if value]
@@ -116,7 +120,7 @@ def _refuse_for_gguf(quantise: dict[str, Any]) -> None:
         if value:
             raise UsageError(
                 "--" + name.replace("_", "-"),
-                found=f"{value} for a GGUF file",
+                found=f"{'' if value is True else f'{value} '}for a GGUF file".strip(),
                 expected="a directory of safetensors, for this option",
                 next_step="Leave it out: weights of a GGUF file keep the codes they have",
                 code="U68",

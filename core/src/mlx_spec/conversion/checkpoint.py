@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import fingerprint, read_config, tensor_index
+from ..heads import find_heads, whole_index
+from ..tensorfiles import read_metadata
 from ..types import ModelRef
+from .head import HEAD_FILE, PACKING, head_tensors, keep, settings_with_head
 from .quantise import Made, Quantisation, make
 from .staging import Staging, check_output
 from .stream import SHARD_BYTES, Arrays, bytes_left, write_shards
+from .trunk import source_metadata
 
 FORMAT = 1  # of what is written under a plan; another number starts anew
 SKIPPED = ("config.json", "model.safetensors.index.json")
@@ -58,6 +63,7 @@ class Converted:
         resumed: True when complete files of an interrupted run were kept.
         quantised: bits -> number of modules.
         head: name of the file that holds the heads, "" without one.
+        left_out: prefixes of heads that the source has and the output has not.
     """
 
     source: Path
@@ -69,6 +75,7 @@ class Converted:
     resumed: bool = False
     quantised: dict[int, int] = field(default_factory=dict)
     head: str = ""
+    left_out: list[str] = field(default_factory=list)
 
 
 def convert(
@@ -89,7 +96,8 @@ def convert(
     options, progress = options or Options(), progress or Progress()
     out = check_output(ref.path, out, overwrite)
     read_config(ref.path)
-    tensor_index(ref.path)  # every file whole, before anything is built
+    index = whole_index(ref.path, tensor_index(ref.path))  # every file whole, before anything is built
+    heads = sum(info.nbytes for info in head_tensors(ref).values()) if options.keep_heads else 0
     made = make(ref, options.quantisation, options.dtype)
     arrays = Arrays(made.arrays)
     bits = _bits(made)
@@ -97,9 +105,17 @@ def convert(
     with Staging(out, _plan(ref, options, arrays, shard_bytes)) as staging:
         made.arrays.clear()  # the one reference left is in `arrays`
         result.resumed = staging.resumed
-        staging.check_room(bytes_left(staging, arrays, shard_bytes))
-        progress.total = arrays.nbytes
-        files = write_shards(staging, arrays, {}, progress.tick, shard_bytes, progress.on_file)
+        staging.check_room(bytes_left(staging, arrays, shard_bytes) + heads)
+        progress.total = arrays.nbytes + heads
+        if options.keep_heads:
+            keep(ref, staging, options.quantisation, made.dtype or None, progress.tick)
+            made.config = settings_with_head(
+                made.config, json.loads(read_metadata(staging.folder / HEAD_FILE)[PACKING])
+            )
+            result.head = HEAD_FILE
+        else:
+            result.left_out = [head.prefix for head in find_heads(ref.config, index)]
+        files = write_shards(staging, arrays, source_metadata(ref), progress.tick, shard_bytes, progress.on_file)
         result.files = len(set(files.values()))
         write_settings(staging, ref, made, files, result.nbytes)
         staging.finish()

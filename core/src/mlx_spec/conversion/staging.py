@@ -47,10 +47,10 @@ class Staging:
 
     Args:
         out: from `check_output`.
-        plan: everything the contents depend on; json-able.
+        plan: everything the contents depend on, json-able; None for an output that is made anew each time.
     """
 
-    def __init__(self, out: Path, plan: Mapping[str, Any]):
+    def __init__(self, out: Path, plan: Mapping[str, Any] | None):
         self.out, self.folder = out, out.parent / f".{out.name}.mlx-spec-partial"
         self.resumed = False
         self._plan = json.loads(json.dumps(plan))
@@ -68,9 +68,12 @@ class Staging:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        fault = self._fault(error) if isinstance(error, OSError) else None
+        if error is not None:
+            self.discard_if_fresh()
         self._release()
-        if isinstance(error, OSError):
-            raise self._fault(error) from error
+        if fault is not None:
+            raise fault from error
 
     # -- files -----------------------------------------------------------------------------------------
 
@@ -108,12 +111,11 @@ class Staging:
         needed += SPARE_BYTES
         free = shutil.disk_usage(self.folder).free
         if free < needed:
-            self.discard_if_fresh()
             raise no_room(self.out, f"{_mib(needed)} free", f"{_mib(free)} free", "")
 
     def discard_if_fresh(self) -> None:
         """Remove the folder when nothing in it is worth keeping."""
-        if not any(name.endswith(".safetensors") for name in _names(self.folder)):
+        if self._plan is None or not any(name.endswith(".safetensors") for name in _names(self.folder)):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self) -> None:
@@ -139,7 +141,7 @@ class Staging:
         """Keep complete weight files of the same plan; remove everything else."""
         plan = self.folder / PLAN
         try:
-            self.resumed = json.loads(plan.read_text(encoding="utf-8")) == self._plan
+            self.resumed = self._plan is not None and json.loads(plan.read_text(encoding="utf-8")) == self._plan
         except (OSError, ValueError):  # none, or cut short: then nothing was written under it
             self.resumed = False
         for path in self.folder.iterdir():
@@ -178,9 +180,8 @@ class Staging:
         """What a failing system call means to the user; files that were completed stay for the next run."""
         reason = error.strerror or str(error)
         if error.errno in NO_ROOM:
-            kept = [name for name in _names(self.folder) if name.endswith(".safetensors")]
+            kept = [name for name in _names(self.folder) if name.endswith(".safetensors") and self._plan is not None]
             after = f", which goes on after the {len(kept)} complete files in {self.folder}" if kept else ""
-            self.discard_if_fresh()
             return no_room(self.out, "room for all files", reason, after)
         return unwritable(self.out, reason)
 

@@ -51,4 +51,5 @@ CODES = (
     Code("QW55", "DFlash2 keys that are missing or do not fit together", "files", ("dflash_config",)),
     Code("QW56", "A DFlash drafter loaded for a target that is no Qwen 3.5", "choose", ("dflash",)),
     Code("QW58", "A DFlash drafter of shorter context than its target", "none", ("dflash_validate",)),
+    Code("QW60", "An MTP head that cannot be extracted, or not as asked", "files", ("split",)),
 )

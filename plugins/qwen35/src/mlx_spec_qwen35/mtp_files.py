@@ -17,6 +17,7 @@ import numpy as np
 
 from mlx_spec.checkpoint import TensorInfo, head_index, read_metadata, tensor_index
 from mlx_spec.errors import LoadError
+from mlx_spec.partialfiles import select_index
 from mlx_spec.types import ModelRef
 
 EXTERNAL = "qwen3_5_mtp"
@@ -76,10 +77,13 @@ class NormForm:
 
 
 def find_head(ref: ModelRef) -> HeadFiles | None:
-    """The head in a directory, None when it has none. LoadError for broken files, or two heads in one."""
+    """The head in a directory, None when it has none. LoadError for broken files, or two heads in one.
+
+    Inside a checkpoint only the files that hold a tensor of it have to be there.
+    """
     if ref.model_type == EXTERNAL:
         return _collect(ref, "directory", tensor_index(ref.path))
-    inside = {name: info for name, info in tensor_index(ref.path).items() if PREFIX.match(name)}
+    inside = select_index(ref.path, lambda name: PREFIX.match(name) is not None)
     if inside:
         return _collect(ref, "shards", inside)
     beside = head_index(ref.path)

@@ -58,7 +58,7 @@ def load_head(ref: ModelRef, dtype: mx.Dtype, norms: str | None = None) -> tuple
     head = MtpHead(config.text, files.depth)
     packed = packed_modules(config, files.depth, parts_of(files.index)[0])
     nn.quantize(head, class_predicate=lambda name, _: packed[name].as_dict() if name in packed else False)
-    weights = {name: _cast(name, value, form, dtype) for name, value in _arrays(ref, files).items()}
+    weights = {name: _cast(name, value, form, dtype) for name, value in read_arrays(ref, files).items()}
     check_finite(weights, f"MTP head of {ref.name}")
     head.load_weights(list(weights.items()), strict=True)
     stored = _pack(head, config, len(packed))
@@ -68,8 +68,8 @@ def load_head(ref: ModelRef, dtype: mx.Dtype, norms: str | None = None) -> tuple
     return head, {"norms": f"{form}: {reason}", "matrices": stored}
 
 
-def _arrays(ref: ModelRef, files: HeadFiles) -> dict[str, mx.array]:
-    """Name in the network -> array, lazy."""
+def read_arrays(ref: ModelRef, files: HeadFiles) -> dict[str, mx.array]:
+    """Name in the network -> array as it is stored, experts stacked; lazy, and only tensors of the head."""
     index = {files.stored[bare]: info for bare, info in files.index.items()}
     loaded = load_indexed(ref.path, list(index), index)
     bare = {name: loaded[stored] for name, stored in files.stored.items()}

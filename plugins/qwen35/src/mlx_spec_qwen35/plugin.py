@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_spec.hookspecs import hookimpl
@@ -67,6 +68,16 @@ def spec_load_drafter(ref: ModelRef, card: DrafterCard, target: Target) -> Draft
     from .mtp import MtpDrafter
 
     return MtpDrafter.load(ref, card, target)
+
+
+@hookimpl
+def spec_split_drafter(ref: ModelRef, out: Path, options: Mapping[str, object]) -> Path | None:
+    """The MTP head of a checkpoint as a directory of its own, in the layout of mlx-vlm's drafters."""
+    if ref.model_type not in TARGET_TYPES:
+        return None
+    from .split import split_head
+
+    return split_head(ref, out, options)
 
 
 @hookimpl
