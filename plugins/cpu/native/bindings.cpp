@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
 
 #include <atomic>
 #include <chrono>
@@ -14,12 +15,18 @@
 #include "linear.h"
 #include "mlx/version.h"
 #include "pool.h"
+#include "program.h"
 #include "rope.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
+
+// Kept alive by Python while it is built and called, by mlx's graph until it has run.
+struct Program {
+  std::shared_ptr<spec::Program> held;
+};
 
 // Seconds of one run of `task` on every thread, the best of several.
 template <class F>
@@ -54,7 +61,7 @@ double multiply_add_rate() {
 
 NB_MODULE(_native, m) {
   nb::module_::import_("mlx.core");  // registers the array type
-  m.attr("interface") = 4;  // INTERFACE of native.py: raised with every change of names or arguments below
+  m.attr("interface") = 5;  // INTERFACE of native.py: raised with every change of names or arguments below
   m.attr("built_for") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                         std::to_string(MLX_VERSION_PATCH);
   m.def(
@@ -127,6 +134,50 @@ NB_MODULE(_native, m) {
         return spec::replay_delta(state, k, decay, delta, keep, {});
       },
       "state"_a, "k"_a, "g"_a, "delta"_a, "keep"_a);
+  nb::class_<Program>(m, "Program")
+      .def("__init__", [](Program* self, const mlx::core::array& like) { new (self) Program{std::make_shared<spec::Program>(like.dtype())}; }, "like"_a)
+      .def("input", [](Program& self, int64_t width, int heads) { return self.held->input(width, heads); }, "width"_a, "heads"_a = 0)
+      .def(
+          "norm",
+          [](Program& self, int of, const std::optional<mlx::core::array>& weight, float eps, int64_t size) {
+            return self.held->norm(of, weight, eps, size);
+          },
+          "of"_a, "weight"_a.none(), "eps"_a, "size"_a)
+      .def(
+          "linear",
+          [](Program& self, int of, const mlx::core::array& w, const std::optional<mlx::core::array>& scales,
+             const std::optional<mlx::core::array>& biases, const std::optional<mlx::core::array>& bias,
+             const std::string& mode, int group, int bits) {
+            return self.held->linear(of, w, scales, biases, bias, {mode, group, bits});
+          },
+          "of"_a, "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "bias"_a = nb::none(), "mode"_a = "dense",
+          "group_size"_a = 0, "bits"_a = 0)
+      .def("combine", [](Program& self, const std::string& name, int a, int b) { return self.held->combine(name, a, b); }, "name"_a, "first"_a, "second"_a)
+      .def(
+          "rotate",
+          [](Program& self, int of, int heads, int dims, bool neighbours, float scale, const mlx::core::array& inverse) {
+            return self.held->rotate(of, heads, dims, neighbours, scale, inverse);
+          },
+          "of"_a, "heads"_a, "dims"_a, "neighbours"_a, "scale"_a, "inverse"_a)
+      .def(
+          "attend",
+          [](Program& self, int queries, int keys, int values, int heads, int key_heads, float scale) {
+            return self.held->attend(queries, keys, values, heads, key_heads, scale);
+          },
+          "queries"_a, "keys"_a, "values"_a, "heads"_a, "key_heads"_a, "scale"_a)
+      .def("output", [](Program& self, int of, int heads) { self.held->output(of, heads); }, "of"_a, "heads"_a = 0)
+      .def(
+          "__call__",
+          [](const Program& self, nb::args given, const std::variant<int, mlx::core::array>& offset,
+             const std::optional<mlx::core::array>& keys, const std::optional<mlx::core::array>& values, int low, int start) {
+            std::vector<mlx::core::array> inputs;
+            inputs.reserve(given.size() + 1);
+            for (auto x : given) inputs.push_back(nb::cast<mlx::core::array>(x));
+            std::optional<spec::Program::Storage> storage;
+            if (keys && values) storage = spec::Program::Storage{*keys, *values, low, start};
+            return spec::Program::call(self.held, std::move(inputs), offset, storage, {});
+          },
+          "inputs"_a, "offset"_a = 0, "keys"_a = nb::none(), "values"_a = nb::none(), "low"_a = 0, "start"_a = 0);
   m.def("read_rate", &read_rate, "mib"_a = 256, nb::call_guard<nb::gil_scoped_release>());
   m.def("multiply_add_rate", &multiply_add_rate, nb::call_guard<nb::gil_scoped_release>());
   m.def("threads", &spec::threads);

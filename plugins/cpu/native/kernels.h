@@ -101,6 +101,9 @@ struct Delta {
   float* scratch;  // `delta_floats` of them, of the calling thread
 };
 
+// Two rows to one: a + b, a * b, silu(a) * b, gelu(a) * b with the tanh approximation; rounded once, at the end.
+enum class Rowwise : int { add, multiply, silu, gelu };
+
 struct Kernels {
   const char* name;
   // Floats of scratch one call of `product` needs.
@@ -124,6 +127,8 @@ struct Kernels {
   void (*rotate)(const Rotation&);
   int64_t (*delta_floats)(const Delta&);
   void (*delta)(const Delta&);
+  // n elements of one type.
+  void (*rowwise)(Rowwise op, const void* a, const void* b, Type type, int64_t n, void* y);
   // What the machine can do, for benchmarks: the sum of n floats, and n rounds of independent multiply-adds.
   float (*read)(const float*, int64_t n);
   float (*multiply_add)(int64_t rounds);

@@ -7,6 +7,7 @@
 #include "arrays.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
+#include "mlx/ops.h"
 #include "pool.h"
 
 namespace spec {
@@ -97,6 +98,29 @@ void run(const Kernels& k, const std::vector<Piece>& pieces) {
   });
 }
 
+// A product with the weights of a layer, whose bytes lie together at the pointers given.
+Product describe(const Kernels& k, const Layout& layout, int64_t K, const mx::array& w, const void* data, const mx::array* scales,
+                 const void* scale_data, const void* bias_data, const mx::array* bias, const void* added, Type y_type) {
+  const bool packed = layout.mode != "dense";
+  Weights weights{};
+  weights.format = !packed ? Format::dense : layout.mode == "affine" ? Format::affine : Format::fp4;
+  weights.type = packed ? Type::f32 : *stored_type(w.dtype());
+  weights.bits = layout.bits, weights.group = layout.group;
+  weights.data = data;
+  weights.row_bytes = int64_t(w.shape(-1)) * int64_t(w.itemsize());
+  if (packed) {
+    weights.scales = scale_data;
+    weights.biases = bias_data;
+    weights.scale_type = layout.mode == "mxfp4"   ? Type::e8m0
+                         : layout.mode == "nvfp4" ? Type::e4m3
+                                                  : *stored_type(scales->dtype());
+  }
+  Product p{};
+  p.w = weights, p.N = w.shape(-2), p.K = K, p.padded = (K + k.width - 1) / k.width * k.width, p.y_type = y_type;
+  if (bias) p.bias = added, p.bias_type = *stored_type(bias->dtype());
+  return p;
+}
+
 class Linear : public mx::Primitive {
  public:
   Linear(mx::Stream stream, Layout layout, bool biases, bool bias, bool gather)
@@ -139,24 +163,8 @@ class Linear : public mx::Primitive {
     const Contiguous data(w), scales(given[packed ? 2 : 1]), biases(given[has_biases ? 3 : 1]);
     const size_t next = 2 + packed + has_biases;
     const Contiguous bias(given[has_bias ? next : 1]);
-    const int64_t K = x.shape(-1), N = w.shape(-2), padded = (K + k.width - 1) / k.width * k.width;
-
-    Weights weights{};
-    weights.format = !packed ? Format::dense : layout.mode == "affine" ? Format::affine : Format::fp4;
-    weights.type = packed ? Type::f32 : *stored_type(w.dtype());
-    weights.bits = layout.bits, weights.group = layout.group;
-    weights.data = data.get();
-    weights.row_bytes = int64_t(w.shape(-1)) * int64_t(w.itemsize());
-    if (packed) {
-      weights.scales = scales.get();
-      weights.biases = has_biases ? biases.get() : nullptr;
-      weights.scale_type = layout.mode == "mxfp4"   ? Type::e8m0
-                           : layout.mode == "nvfp4" ? Type::e4m3
-                                                    : *stored_type(given[2].dtype());
-    }
-    Product p{};
-    p.w = weights, p.N = N, p.K = K, p.padded = padded, p.y_type = *stored_type(y.dtype());
-    if (has_bias) p.bias = bias.get(), p.bias_type = *stored_type(given[next].dtype());
+    const Product p = describe(k, layout, x.shape(-1), w, data.get(), packed ? &given[2] : nullptr, scales.get(), has_biases ? biases.get() : nullptr,
+                               has_bias ? &given[next] : nullptr, bias.get(), *stored_type(y.dtype()));
     if (gather) {
       gathered_rows(k, p, x, given[next], w, given, packed, y);
     } else {
@@ -416,6 +424,56 @@ mx::array gathered(const mx::array& x, const mx::array& w, const std::optional<m
   auto inputs = present(x, w, {&scales, &biases});
   inputs.push_back(indices);
   return mx::array(shape, result(x, w, scales, std::nullopt, layout), primitive, std::move(inputs));
+}
+
+Factor factor_of(int64_t K, mx::Dtype x, const mx::array& w, const std::optional<mx::array>& scales,
+                 const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, const Layout& layout) {
+  const mx::array rows = mx::zeros({1, mx::ShapeElem(K)}, x);  // never computed
+  check(rows, w, scales, biases, bias, layout, 2);
+  std::vector<mx::array> given = present(rows, w, {&scales, &biases, &bias});
+  given.erase(given.begin());
+  return {layout, std::move(given), biases.has_value(), bias.has_value(), result(rows, w, scales, bias, layout)};
+}
+
+void multiply_rows(const std::vector<Factored>& layers, const void* x, Type type, int64_t rows) {
+  const Kernels& k = kernels();
+  const Layout& layout = layers[0].factor->layout;
+  for (auto& layer : layers) {
+    if (layer.factor->layout == layout) continue;
+    for (auto& one : layers) multiply_rows({one}, x, type, rows);  // rows are prepared in another way for each
+    return;
+  }
+  const int64_t item = type == Type::f32 ? 4 : 2;
+  std::vector<Product> products;
+  for (auto& [factor, y] : layers) {
+    const bool packed = layout.mode != "dense";
+    const mx::array& w = factor->given[0];
+    const mx::array* scales = packed ? &factor->given[1] : nullptr;
+    const mx::array* biases = factor->has_biases ? &factor->given[2] : nullptr;
+    const mx::array* bias = factor->has_bias ? &factor->given.back() : nullptr;
+    auto bytes = [](const mx::array* a) -> const void* { return a ? a->data<char>() : nullptr; };
+    const int64_t K = packed ? int64_t(w.shape(-1)) * 32 / layout.bits : w.shape(-1);
+    products.push_back(describe(k, layout, K, w, w.data<char>(), scales, bytes(scales), bytes(biases), bias, bytes(bias),
+                                *stored_type(factor->result)));
+  }
+  const int64_t K = products[0].K, padded = products[0].padded;
+  const int64_t at_once = std::max<int64_t>(BLOCK_FLOATS / std::max<int64_t>(padded, 1), 64);
+  for (int64_t m = 0; m < rows; m += at_once) {
+    const int64_t count = std::min(at_once, rows - m);
+    std::vector<int64_t> offsets(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; i++) offsets[size_t(i)] = (m + i) * K;
+    const Rows prepared(k, products[0].w, static_cast<const char*>(x), size_t(item), type, offsets.data(), count, 1, K, padded);
+    std::vector<std::vector<void*>> results(layers.size());
+    std::vector<Piece> pieces;
+    for (size_t l = 0; l < layers.size(); l++) {
+      Product& p = products[l];
+      const int64_t bytes = p.N * (p.y_type == Type::f32 ? 4 : 2);
+      for (int64_t i = 0; i < count; i++) results[l].push_back(static_cast<char*>(layers[l].y) + (m + i) * bytes);
+      p.x = prepared.data(), p.y = results[l].data(), p.rows = count;
+      cut(k, p, pieces);
+    }
+    run(k, pieces);
+  }
 }
 
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice stream) {

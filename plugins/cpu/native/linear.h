@@ -56,6 +56,24 @@ mx::array gathered(const mx::array& x, const mx::array& w, const std::optional<m
                    const std::optional<mx::array>& biases, const mx::array& indices, const Layout& layout,
                    mx::StreamOrDevice stream);
 
+// A linear layer inside another operation: contiguous, evaluated weights, checked once.
+struct Factor {
+  Layout layout;
+  std::vector<mx::array> given;  // weights, then scales, biases and bias as far as there are any
+  bool has_biases, has_bias;
+  mx::Dtype result;  // of its rows
+};
+Factor factor_of(int64_t K, mx::Dtype x, const mx::array& w, const std::optional<mx::array>& scales,
+                 const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, const Layout& layout);
+
+// A layer and where its rows go, one after the other.
+struct Factored {
+  const Factor* factor;
+  void* y;
+};
+// The same rows, one after the other, through every layer; the layers run side by side.
+void multiply_rows(const std::vector<Factored>& layers, const void* x, Type type, int64_t rows);
+
 // mlx's fast rms_norm over the last axis; weight (D,) or none.
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice stream);
 

@@ -28,6 +28,10 @@ struct Dense {
 // Stored elements as floats.
 static void widen(const void* data, Type type, int64_t first, int64_t count, float* out) {
   int64_t i = 0;
+  if (type == Type::f32) {
+    memcpy(out, static_cast<const float*>(data) + first, size_t(count) * sizeof(float));
+    return;
+  }
   if (type == Type::bf16) {
     const uint16_t* p = static_cast<const uint16_t*>(data) + first;
     for (; i + W <= count; i += W) store(out + i, load_bf16(p + i));

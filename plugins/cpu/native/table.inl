@@ -5,6 +5,7 @@
 #include "attention.inl"
 #include "rope.inl"
 #include "delta.inl"
+#include "rowwise.inl"
 #include "limits.inl"
 
 static constexpr Kernels table(const char* name) {
@@ -23,6 +24,7 @@ static constexpr Kernels table(const char* name) {
       .rotate = rotate,
       .delta_floats = delta_floats,
       .delta = delta,
+      .rowwise = rowwise,
       .read = read,
       .multiply_add = multiply_add,
       .multiply_adds_a_round = W * CHAINS,

@@ -33,6 +33,7 @@ static inline vec two_to(vec n) {  // n whole, -126 to 127
 static inline vec times(vec a, vec b) { return _mm256_mul_ps(a, b); }
 static inline vec plus(vec a, vec b) { return _mm256_add_ps(a, b); }
 static inline vec minus(vec a, vec b) { return _mm256_sub_ps(a, b); }
+static inline vec over(vec a, vec b) { return _mm256_div_ps(a, b); }
 // v where x >= limit (or x is NaN), else zero.
 static inline vec unless_below(vec v, vec x, float limit) {
   return _mm256_and_ps(_mm256_cmp_ps(x, ones(limit), _CMP_NLT_UQ), v);
@@ -58,6 +59,17 @@ static inline vec through_bf16(vec v) {
 
 static inline vec through_f16(vec v) {
   return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// The lanes as bfloat16 or float16.
+static inline void store_bf16(uint16_t* p, vec v) {
+  const __m256i h = _mm256_srli_epi32(_mm256_castps_si256(through_bf16(v)), 16);
+  const __m256i packed = _mm256_packus_epi32(h, h);  // each half twice
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+}
+
+static inline void store_f16(uint16_t* p, vec v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 static inline __m256i lane_numbers() { return _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0); }

@@ -37,6 +37,7 @@ static inline vec two_to(vec n) {  // n whole, -126 to 127
 static inline vec times(vec a, vec b) { return _mm512_mul_ps(a, b); }
 static inline vec plus(vec a, vec b) { return _mm512_add_ps(a, b); }
 static inline vec minus(vec a, vec b) { return _mm512_sub_ps(a, b); }
+static inline vec over(vec a, vec b) { return _mm512_div_ps(a, b); }
 // v where x >= limit (or x is NaN), else zero.
 static inline vec unless_below(vec v, vec x, float limit) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, ones(limit), _CMP_NLT_UQ), v);
@@ -62,6 +63,16 @@ static inline vec through_bf16(vec v) {
 
 static inline vec through_f16(vec v) {
   return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// The lanes as bfloat16 or float16.
+static inline void store_bf16(uint16_t* p, vec v) {
+  const __m512i h = _mm512_srli_epi32(_mm512_castps_si512(through_bf16(v)), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(h));
+}
+
+static inline void store_f16(uint16_t* p, vec v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 static inline __m512i lane_numbers() {

@@ -34,6 +34,7 @@ static inline vec maximum(vec a, vec b) { LANES(p[i] > q[i] ? p[i] : q[i]); }
 static inline vec times(vec a, vec b) { LANES(p[i] * q[i]); }
 static inline vec plus(vec a, vec b) { LANES(p[i] + q[i]); }
 static inline vec minus(vec a, vec b) { LANES(p[i] - q[i]); }
+static inline vec over(vec a, vec b) { LANES(p[i] / q[i]); }
 static inline vec nearest(vec a) {
   const vec b = a;
   LANES(q[i] != q[i] ? p[i] : rintf(p[i]));
@@ -76,6 +77,19 @@ static inline vec load_f16(const uint16_t* p) {
   float f[W];
   for (int i = 0; i < W; i++) f[i] = f16_to_float(p[i]);
   return load(f);
+}
+
+// The lanes as bfloat16 or float16.
+static inline void store_bf16(uint16_t* p, vec v) {
+  float f[W];
+  store(f, v);
+  for (int i = 0; i < W; i++) p[i] = float_to_bf16(f[i]);
+}
+
+static inline void store_f16(uint16_t* p, vec v) {
+  float f[W];
+  store(f, v);
+  for (int i = 0; i < W; i++) p[i] = float_to_f16(f[i]);
 }
 
 // A group is decoded as a whole into floats; `decode` reads them back.

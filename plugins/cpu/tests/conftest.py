@@ -23,6 +23,7 @@ NEEDS_LIBRARY = (
     "test_attention.py",
     "test_packed_attention.py",
     "test_gated_delta.py",
+    "test_layers.py",
     "test_rope.py",
     "test_embedding.py",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -34,6 +34,15 @@ class Layout:
     capacity: int
     lo: int
     hi: int
+
+
+class Room(NamedTuple):
+    """Storage of one row, (1, Hkv, capacity, D) each: read from physical row `low`, write from `start` on."""
+
+    keys: mx.array
+    values: mx.array
+    low: int
+    start: int
 
 
 @register_state("kv")
@@ -136,6 +145,22 @@ class KVState(State):
         held[1][..., start:end, :] = values
         self._lengths[0] += count
         return held[0][..., lo:end, :], held[1][..., lo:end, :]
+
+    def room(self, count: int) -> Room | None:
+        """Where an operation that attends may store `count` rows itself; None when they have to be appended.
+
+        They have to with several rows, quantised storage, or when the storage must grow or move first. Whoever
+        takes the room hands the filled storage back to `fill` before anything else happens to this state.
+        """
+        if not self.DENSE or len(self._lengths) != 1:
+            return None
+        span = self._span(count)
+        return None if span is None else Room(self._buffer.arrays[0], self._buffer.arrays[1], *span)
+
+    def fill(self, keys: mx.array, values: mx.array, count: int) -> None:
+        """Take back the storage of `room`, filled with `count` rows; let go of the arrays it was before."""
+        self._buffer.arrays[:] = (keys, values)
+        self._lengths[0] += count
 
     def _span(self, count: int) -> tuple[int, int] | None:
         """(lo, start): what a row reads from and is written at, None unless `count` rows fit as things are."""

@@ -49,7 +49,7 @@ class RowQuantizedLinear(nn.QuantizedLinear):
         """x (..., K) -> (..., N)."""
         if x.dtype not in FLOATS:
             return super().__call__(x)
-        return library().linear(x, bias=self.get("bias"), **_packed(self))
+        return library().linear(x, bias=self.get("bias"), **packed(self))
 
 
 class RowEmbedding(nn.Embedding):
@@ -69,11 +69,11 @@ class RowQuantizedEmbedding(nn.QuantizedEmbedding):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (...) -> (..., D)."""
-        return library().rows(x, **_packed(self)) if x.dtype in INDICES else super().__call__(x)
+        return library().rows(x, **packed(self)) if x.dtype in INDICES else super().__call__(x)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x (..., D) -> logits (..., V)."""
-        return library().linear(x, **_packed(self)) if x.dtype in FLOATS else super().as_linear(x)
+        return library().linear(x, **packed(self)) if x.dtype in FLOATS else super().as_linear(x)
 
 
 class RowSwitchLinear(SwitchLinear):
@@ -94,7 +94,7 @@ class RowQuantizedSwitchLinear(QuantizedSwitchLinear):
         """x (..., M, K), indices (...) -> (..., M, N)."""
         if x.dtype not in FLOATS:
             return super().__call__(x, indices, sorted_indices)
-        y = library().gathered(x, indices=indices.astype(mx.uint32), **_packed(self))
+        y = library().gathered(x, indices=indices.astype(mx.uint32), **packed(self))
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 
@@ -106,7 +106,7 @@ class RowRMSNorm(nn.RMSNorm):
         return library().rms_norm(x, self["weight"], self.eps) if x.dtype in FLOATS else super().__call__(x)
 
 
-def _packed(layer: Any) -> dict[str, Any]:
+def packed(layer: Any) -> dict[str, Any]:
     """Weights of a quantised layer, as the library takes them."""
     return {
         "weight": layer["weight"],
@@ -172,12 +172,12 @@ def _added(mask: mx.array) -> bool:
 def swap_attention(module: nn.Module) -> nn.Module | None:
     """A layer whose code calls mlx-lm's attention function, as one that calls `attend`; None for others."""
     own: Any = type(module)
-    kind = _attending(own)
+    kind = attending(own)
     return None if kind is None else twin(module, kind)
 
 
 @cache
-def _attending(kind: Any) -> type | None:
+def attending(kind: Any) -> type | None:
     """The subclass of an attention layer that runs the same code and means `attend` by the name."""
     call = vars(kind).get("__call__")
     if not isinstance(call, FunctionType) or ATTEND not in call.__code__.co_names:
@@ -193,8 +193,11 @@ def _attending(kind: Any) -> type | None:
 
 def swap_tree(module: nn.Module) -> nn.Module:
     """`module` with every layer replaced that a kernel covers."""
+    from .layers import swap_block
+
     library()
     for rules in (LINEAR, EXPERTS, NORM, ROPE, RECURRENCE):
         module, _ = swap_modules(module, swapper(rules))
     module, _ = swap_modules(module, swap_attention)
+    module, _ = swap_modules(module, swap_block)
     return module

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
 
+    from .recipe import Recipe
+
 
 def linear_reference(
     x: mx.array,
@@ -138,6 +140,13 @@ def replay_delta_reference(state: mx.array, k: mx.array, g: mx.array, delta: mx.
     return GatedDelta().replay(state, k, g, delta, keep)
 
 
+def layer_reference(recipe: Recipe, *inputs: mx.array, **place: Any) -> list[mx.array]:
+    """The outputs of a recipe, by mlx's own operations."""
+    from .recipe import by_mlx
+
+    return by_mlx(recipe, *inputs, **place)
+
+
 def build_linear() -> Callable[..., Any]:
     """The linear kernel."""
     return library().linear  # type: ignore[no-any-return]
@@ -183,6 +192,11 @@ def build_rows() -> Callable[..., Any]:
     return library().rows  # type: ignore[no-any-return]
 
 
+def build_layer() -> Callable[..., Any]:
+    """function(recipe, *inputs) -> outputs, in one operation."""
+    return lambda recipe, *inputs, **place: recipe.build(inputs[0].dtype)(*inputs, **place)
+
+
 def swap_linear(module: nn.Module) -> nn.Module | None:
     """Linear layers, embeddings as output heads, plain and quantised."""
     from .modules import LINEAR
@@ -226,3 +240,10 @@ def swap_attention(module: nn.Module) -> nn.Module | None:
     from .modules import swap_attention
 
     return swap_attention(module)
+
+
+def swap_layers(module: nn.Module) -> nn.Module | None:
+    """Decoder layers of mlx-lm whose parts run on the kernels."""
+    from .layers import swap_block
+
+    return swap_block(module)

@@ -34,3 +34,4 @@ def spec_register(register: Register) -> None:
     register.kernel(
         Kernel("replay-delta", cpu, "bitwise", op.build_replay_delta, op.replay_delta_reference, ready=ready)
     )
+    register.kernel(Kernel("layers", cpu, "1e-5", op.build_layer, op.layer_reference, op.swap_layers, ready))

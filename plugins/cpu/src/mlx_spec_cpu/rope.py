@@ -76,13 +76,28 @@ def _int32(offset: int | mx.array) -> int | mx.array:
     return offset.astype(mx.int32) if isinstance(offset, mx.array) else offset
 
 
+def rotation(layer: Any) -> tuple[int, bool, float, mx.array] | None:
+    """dims, neighbours, scale and inverse for the kernel; None for a layer that does more than rotate."""
+    if type(layer) is RowRoPE:
+        return layer.dims, layer.traditional, layer.scale, _inverse(layer.dims, layer.base)
+    if type(layer) in (RowLlama3RoPE, RowProportionalRoPE):
+        return layer.dims, getattr(layer, "traditional", False), 1.0, _inverse_wavelengths(layer)
+    return None
+
+
 def _by_wavelength(layer: Any, x: mx.array, dims: int, offset: int | mx.array) -> mx.array:
-    """A layer that holds wavelengths (dims / 2,); their inverse is computed once."""
+    """A layer that holds wavelengths (dims / 2,)."""
+    inverse = _inverse_wavelengths(layer)
+    return library().rope(x, dims, getattr(layer, "traditional", False), 1.0, inverse, _int32(offset))
+
+
+def _inverse_wavelengths(layer: Any) -> mx.array:
+    """Computed once."""
     inverse = layer.__dict__.get("inverse_wavelengths")
     if inverse is None:
         inverse = layer.__dict__["inverse_wavelengths"] = 1 / layer._freqs
         mx.eval(inverse)
-    return library().rope(x, dims, getattr(layer, "traditional", False), 1.0, inverse, _int32(offset))
+    return inverse
 
 
 @cache

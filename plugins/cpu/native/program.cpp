@@ -1,0 +1,460 @@
+#include "program.h"
+
+#include <algorithm>
+
+#include "arrays.h"
+#include "mlx/ops.h"
+#include "pool.h"
+#include "primitive.h"
+
+namespace spec {
+namespace {
+
+constexpr int64_t SCRATCH = 4 << 20;      // bytes of registers at a time, which the caches should hold
+constexpr int64_t FEWEST = 64;            // rows at a time all the same: every block decodes the weights anew
+constexpr int64_t SERIAL_WORK = 100'000;  // multiply-adds of an attention, likewise
+constexpr int64_t SERIAL = 40'000;        // elements below which waking a thread costs more than it saves
+
+thread_local Buffer registers_buffer, waves_buffer, attention_buffer;
+
+mx::array held(const mx::array& a) {
+  mx::array whole = mx::contiguous(a);
+  whole.eval();
+  return whole;
+}
+
+std::optional<mx::array> held(const std::optional<mx::array>& a) {
+  return a ? std::optional<mx::array>(held(*a)) : std::nullopt;
+}
+
+// Rows of width values, heads apart in `ported`, together in `rows`; copied either way, `first` counts rows.
+void copy_heads(char* rows, char* ported, bool in, int64_t first, int64_t count, const mx::Shape& shape, const mx::Strides& strides, int64_t item) {
+  const int64_t H = shape[1], L = shape[2], D = shape[3];
+  for (int64_t r = 0; r < count; r++) {
+    const int64_t b = (first + r) / L, l = (first + r) % L;
+    for (int64_t h = 0; h < H; h++) {
+      char* one = rows + (r * H + h) * D * item;
+      char* other = ported + (b * strides[0] + h * strides[1] + l * strides[2]) * item;
+      if (!in) {
+        memcpy(other, one, size_t(D * item));
+      } else if (strides[3] == 1) {
+        memcpy(one, other, size_t(D * item));
+      } else {
+        for (int64_t d = 0; d < D; d++) memcpy(one + d * item, other + d * strides[3] * item, size_t(item));
+      }
+    }
+  }
+}
+
+// The heads of an array lie where rows would have them.
+bool as_rows(const mx::array& a, int heads) {
+  return a.flags().row_contiguous && (heads == 0 || a.shape(2) == 1 || a.shape(1) == 1);
+}
+
+class RowProgram : public CpuPrimitive {
+ public:
+  RowProgram(mx::Stream stream, std::shared_ptr<const Program> program, bool offsets, int offset, int low, int start)
+      : CpuPrimitive(stream), program_(std::move(program)), has_offsets_(offsets), offset_(offset), low_(low), start_(start) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    Program::Call call{};
+    call.offset = offset_, call.low = low_, call.start = start_;
+    if (!program_->attends()) {
+      dispatch(inputs, outputs, [program = program_, has_offsets = has_offsets_, call](
+                                    const std::vector<mx::array>& given, std::vector<mx::array>& made) mutable {
+        if (has_offsets) call.offsets = &given.back();
+        program->run(given, call, made);
+      });
+      return;
+    }
+    // the storage is the last two of both; filled in place unless somebody else holds it
+    // Every output holds the inputs; without that of the others, what nobody else holds counts as such.
+    for (auto& out : outputs) {
+      if (!out.is_tracer() && &out.inputs() != &inputs) out.inputs().clear();
+    }
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    std::vector<mx::array> given, made;
+    std::vector<std::pair<mx::array, mx::array>> copies;
+    for (size_t i = 0; i < outputs.size(); i++) {
+      mx::array& out = outputs[i];
+      const mx::array* kept = i + 2 < outputs.size() ? nullptr : &inputs[inputs.size() + i - outputs.size()];
+      if (kept && kept->is_donatable() && kept->flags().row_contiguous) {
+        out.copy_shared_buffer(*kept);
+      } else {
+        out.set_data(mx::allocator::malloc(out.nbytes()));
+        if (kept) copies.emplace_back(mx::array::unsafe_weak_copy(*kept), mx::array::unsafe_weak_copy(out));
+      }
+      encoder.set_output_array(out);
+      made.push_back(mx::array::unsafe_weak_copy(out));
+    }
+    for (auto& input : inputs) {
+      encoder.set_input_array(input);
+      given.push_back(mx::array::unsafe_weak_copy(input));
+    }
+    encoder.dispatch([program = program_, given = std::move(given), made = std::move(made), copies = std::move(copies), call]() mutable {
+      for (auto& [from, to] : copies) {
+        const Contiguous whole(from);
+        memcpy(to.data<char>(), whole.get(), to.nbytes());
+      }
+      const mx::array &keys = made[made.size() - 2], &values = made.back();
+      call.keys = const_cast<char*>(keys.data<char>()), call.values = const_cast<char*>(values.data<char>());
+      for (int axis : {1, 2}) {
+        call.key_strides[axis - 1] = keys.strides(axis), call.value_strides[axis - 1] = values.strides(axis);
+      }
+      program->run(given, call, made);
+    });
+  }
+
+  const char* name() const override { return "SpecProgram"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& o = static_cast<const RowProgram&>(other);
+    return program_ == o.program_ && has_offsets_ == o.has_offsets_ && offset_ == o.offset_ && low_ == o.low_ && start_ == o.start_;
+  }
+
+ private:
+  std::shared_ptr<const Program> program_;
+  bool has_offsets_;
+  int offset_, low_, start_;
+};
+
+}  // namespace
+
+Program::Program(mx::Dtype dtype) : dtype_(dtype) {
+  if (!stored_type(dtype)) refuse("activations", text(dtype), "float32, float16 or bfloat16");
+}
+
+int Program::add(int64_t width, mx::Dtype dtype) {
+  if (width < 1) refuse("width", text(width), "a positive number");
+  registers_.push_back({width, dtype});
+  return int(registers_.size()) - 1;
+}
+
+const Program::Register& Program::at(int place) const {
+  if (place < 0 || place >= int(registers_.size())) refuse("register", text(place), "one of " + text(registers_.size()));
+  return registers_[size_t(place)];
+}
+
+Program::Stage& Program::stage(Kind kind, int a, int b, int to) {
+  stages_.push_back({});
+  Stage& s = stages_.back();
+  s.kind = kind, s.a = a, s.b = b, s.to = to;
+  return s;
+}
+
+int Program::input(int64_t width, int heads) {
+  if (heads < 0 || (heads > 0 && width % heads)) refuse("heads", text(heads), "a divisor of " + text(width));
+  inputs_.push_back({add(width, dtype_), heads});
+  return inputs_.back().place;
+}
+
+int Program::norm(int from, const std::optional<mx::array>& weight, float eps, int64_t size) {
+  const Register source = at(from);
+  if (size < 1 || source.width % size) refuse("norm size", text(size), "a divisor of " + text(source.width));
+  if (weight && (weight->shape() != mx::Shape{mx::ShapeElem(size)} || !stored_type(weight->dtype()))) {
+    refuse("norm weight", text(weight->dtype()) + " of shape " + text(weight->shape()), "floats of shape (" + text(size) + ",)");
+  }
+  const int to = add(source.width, weight ? mx::promote_types(source.dtype, weight->dtype()) : source.dtype);
+  Stage& s = stage(Kind::norm, from, from, to);
+  s.weight = held(weight), s.number = eps, s.size = size;
+  return to;
+}
+
+int Program::linear(int from, const mx::array& w, const std::optional<mx::array>& scales,
+                    const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, const Layout& layout) {
+  const Register source = at(from);
+  auto factor = std::make_unique<Factor>(factor_of(source.width, source.dtype, held(w), held(scales), held(biases), held(bias), layout));
+  const int to = add(w.shape(0), factor->result);
+  stage(Kind::linear, from, from, to).factor = std::move(factor);
+  return to;
+}
+
+int Program::combine(const std::string& name, int a, int b) {
+  const Register first = at(a), second = at(b);
+  if (first.width != second.width || first.dtype != second.dtype) {
+    refuse("registers to combine", text(first.dtype) + " of " + text(first.width) + " and " + text(second.dtype) + " of " + text(second.width), "two alike");
+  }
+  Rowwise op;
+  if (name == "add") op = Rowwise::add;
+  else if (name == "multiply") op = Rowwise::multiply;
+  else if (name == "silu") op = Rowwise::silu;
+  else if (name == "gelu") op = Rowwise::gelu;
+  else refuse("operation", name, "add, multiply, silu or gelu");
+  const int to = add(first.width, first.dtype);
+  stage(Kind::combine, a, b, to).op = op;
+  return to;
+}
+
+int Program::rotate(int from, int heads, int dims, bool neighbours, float scale, const mx::array& inverse) {
+  const Register source = at(from);
+  if (heads < 1 || source.width % heads) refuse("heads", text(heads), "a divisor of " + text(source.width));
+  const int64_t D = source.width / heads;
+  if (dims < 0 || dims % 2 || dims > D) refuse("dims", text(dims), "an even number up to " + text(D));
+  if (inverse.dtype() != mx::float32 || inverse.shape() != mx::Shape{dims / 2}) {
+    refuse("inverse wavelengths", text(inverse.dtype()) + " of shape " + text(inverse.shape()), "float32 of shape (" + text(dims / 2) + ",)");
+  }
+  const int to = add(source.width, source.dtype);
+  Stage& s = stage(Kind::rotate, from, from, to);
+  s.size = D, s.dims = dims, s.neighbours = neighbours, s.number = scale, s.weight = held(inverse);
+  return to;
+}
+
+int Program::attend(int queries, int keys, int values, int heads, int key_heads, float scale) {
+  const Register q = at(queries), k = at(keys), v = at(values);
+  if (attends_) refuse("attentions", "a second one", "one per program");
+  if (heads < 1 || key_heads < 1 || heads % key_heads) refuse("heads", text(heads) + " over " + text(key_heads), "whole groups");
+  if (q.width % heads || k.width % key_heads || v.width % key_heads || q.width / heads != k.width / key_heads || k.dtype != v.dtype) {
+    refuse("queries, keys and values", text(q.width) + ", " + text(k.width) + " and " + text(v.width) + " values", "heads of one width");
+  }
+  attends_ = true;
+  const int to = add(v.width / key_heads * heads, q.dtype);
+  Stage& s = stage(Kind::attend, queries, keys, to);
+  s.c = values, s.heads = heads, s.key_heads = key_heads, s.number = scale;
+  return to;
+}
+
+void Program::output(int from, int heads) {
+  const int64_t width = at(from).width;
+  if (heads < 0 || (heads > 0 && width % heads)) refuse("heads", text(heads), "a divisor of " + text(width));
+  outputs_.push_back({from, heads});
+}
+
+std::vector<mx::array> Program::call(const std::shared_ptr<const Program>& program, std::vector<mx::array> inputs,
+                                     const std::variant<int, mx::array>& offset, const std::optional<Storage>& storage,
+                                     mx::StreamOrDevice stream) {
+  const auto& ports = program->inputs_;
+  if (inputs.size() != ports.size() || inputs.empty() || program->outputs_.empty()) {
+    refuse("inputs", text(inputs.size()), text(ports.size()) + ", and some output");
+  }
+  mx::ShapeElem B = 0, L = 0;
+  auto shape = [&](const Port& port) {
+    const auto width = mx::ShapeElem(program->registers_[size_t(port.place)].width);
+    return port.heads ? mx::Shape{B, port.heads, L, width / port.heads} : mx::Shape{B, L, width};
+  };
+  for (size_t i = 0; i < inputs.size(); i++) {
+    const mx::array& x = inputs[i];
+    if (i == 0 && x.ndim() > 2) B = x.shape(0), L = x.shape(ports[0].heads ? 2 : 1);
+    if (x.dtype() != program->dtype_ || x.shape() != shape(ports[i])) {
+      refuse("input " + text(i), text(x.dtype()) + " of shape " + text(x.shape()), text(program->dtype_) + " of shape " + text(shape(ports[i])));
+    }
+  }
+  std::vector<mx::Shape> shapes;
+  std::vector<mx::Dtype> dtypes;
+  for (const Port& port : program->outputs_) {
+    shapes.push_back(shape(port));
+    dtypes.push_back(program->registers_[size_t(port.place)].dtype);
+  }
+  auto* each = std::get_if<mx::array>(&offset);
+    if (each) {
+    const bool fits = each->size() == 1 || each->shape() == mx::Shape{B};
+    if (!fits || each->dtype() != mx::int32) refuse("offset", text(each->dtype()) + " of shape " + text(each->shape()), "int32, one for all or shape (" + text(B) + ",)");
+    inputs.push_back(each->ndim() == 1 ? *each : mx::reshape(*each, {1}, stream));
+  }
+  if (program->attends_ != storage.has_value()) refuse("storage", storage ? "some" : "none", storage ? "none" : "some");
+  if (storage) {
+    const auto& stages = program->stages_;
+    const Stage& s = *std::find_if(stages.begin(), stages.end(), [](const Stage& one) { return one.kind == Kind::attend; });
+    const Register &k = program->registers_[size_t(s.b)], &v = program->registers_[size_t(s.c)];
+    if (each || B != 1) refuse("positions of an attention", each ? "an array" : text(B) + " batches", "one batch");
+    auto fits = [&](const mx::array& a, const Register& r) {
+      return a.ndim() == 4 && a.dtype() == r.dtype && a.shape(0) == 1 && a.shape(1) == s.key_heads && a.shape(3) == r.width / s.key_heads &&
+             a.shape(2) >= storage->start + L && a.size() > 0;
+    };
+    if (!fits(storage->keys, k) || !fits(storage->values, v) || storage->low < 0 || storage->low > storage->start) {
+      refuse("storage", text(storage->keys.shape()) + " and " + text(storage->values.shape()) + " read from " + text(storage->low),
+             "keys and values of " + text(s.key_heads) + " heads with room for rows " + text(storage->start) + " to " + text(storage->start + L));
+    }
+    inputs.push_back(storage->keys), inputs.push_back(storage->values);
+    for (auto* kept : {&storage->keys, &storage->values}) shapes.push_back(kept->shape()), dtypes.push_back(kept->dtype());
+  }
+  auto primitive = std::make_shared<RowProgram>(mx::to_stream(stream), program, each != nullptr, each ? 0 : std::get<int>(offset),
+                                                storage ? storage->low : 0, storage ? storage->start : 0);
+  return mx::array::make_arrays(std::move(shapes), dtypes, primitive, std::move(inputs));
+}
+
+void Program::run(const std::vector<mx::array>& inputs, const Call& call, std::vector<mx::array>& outputs) const {
+  const mx::array& first = inputs[0];
+  const int64_t total = int64_t(first.size()) / registers_[size_t(inputs_[0].place)].width;
+  std::vector<char*> direct(registers_.size(), nullptr);  // registers that are arrays themselves
+  std::vector<std::optional<Contiguous>> copies;
+  const size_t count = inputs_.size();
+  std::vector<bool> gathered(count, false);  // inputs whose heads have to be put side by side
+  copies.reserve(count);
+  for (size_t i = 0; i < count; i++) {
+    const mx::array& x = inputs[i];
+    if (inputs_[i].heads == 0) {
+      copies.emplace_back(x);
+      direct[size_t(inputs_[i].place)] = const_cast<char*>(static_cast<const char*>(copies.back()->get()));
+    } else if (as_rows(x, inputs_[i].heads)) {
+      direct[size_t(inputs_[i].place)] = const_cast<char*>(x.data<char>());
+    } else {
+      gathered[i] = true;
+    }
+  }
+  for (size_t i = 0; i < outputs_.size(); i++) {
+    auto& place = direct[size_t(outputs_[i].place)];
+    if (!place && as_rows(outputs[i], outputs_[i].heads)) place = outputs[i].data<char>();
+  }
+
+  std::vector<int64_t> starts(registers_.size());
+  int64_t row_bytes = 0;
+  for (size_t r = 0; r < registers_.size(); r++) {
+    starts[r] = row_bytes;
+    if (!direct[r]) row_bytes += (registers_[r].width * int64_t(mx::size_of(registers_[r].dtype)) + 63) / 64 * 64;
+  }
+  const int64_t at_once = std::min(total, std::max(FEWEST, SCRATCH / std::max<int64_t>(row_bytes, 1)));
+  char* scratch = reinterpret_cast<char*>(registers_buffer.floats(size_t(row_bytes * at_once / 4 + 16)));
+
+  std::vector<char*> data(registers_.size());
+  for (int64_t m = 0; m < total; m += at_once) {
+    const int64_t rows = std::min(at_once, total - m);
+    for (size_t r = 0; r < registers_.size(); r++) {
+      const int64_t item = int64_t(mx::size_of(registers_[r].dtype));
+      data[r] = direct[r] ? direct[r] + m * registers_[r].width * item : scratch + starts[r] * at_once;
+    }
+    for (size_t i = 0; i < count; i++) {
+      const size_t r = size_t(inputs_[i].place);
+      if (gathered[i]) copy_heads(data[r], const_cast<char*>(inputs[i].data<char>()), true, m, rows, inputs[i].shape(), inputs[i].strides(), int64_t(inputs[i].itemsize()));
+    }
+    block({data.data(), m, rows, first.shape(inputs_[0].heads ? 2 : 1)}, call);
+    for (size_t i = 0; i < outputs_.size(); i++) {
+      const size_t r = size_t(outputs_[i].place);
+      mx::array& out = outputs[i];
+      if (direct[r] == out.data<char>()) continue;
+      if (outputs_[i].heads) {
+        copy_heads(data[r], out.data<char>(), false, m, rows, out.shape(), out.strides(), int64_t(out.itemsize()));
+      } else {
+        const int64_t bytes = registers_[r].width * int64_t(out.itemsize());
+        memcpy(out.data<char>() + m * bytes, data[r], size_t(rows * bytes));
+      }
+    }
+  }
+}
+
+// Runs the stages over rows that lie together in every register.
+void Program::block(const Block& b, const Call& call) const {
+  const Kernels& k = kernels();
+  char* const* data = b.data;
+  const int64_t rows = b.rows;
+  const Stage* turned = nullptr;  // whose cosines and sines are still there
+  for (size_t i = 0; i < stages_.size(); i++) {
+    const Stage& s = stages_[i];
+    const Register &from = registers_[size_t(s.a)], &to = registers_[size_t(s.to)];
+    const Type type = *stored_type(from.dtype), y_type = *stored_type(to.dtype);
+    if (s.kind == Kind::linear) {
+      std::vector<Factored> together{{s.factor.get(), data[s.to]}};
+      for (; i + 1 < stages_.size() && stages_[i + 1].kind == Kind::linear && stages_[i + 1].a == s.a; i++) {
+        together.push_back({stages_[i + 1].factor.get(), data[stages_[i + 1].to]});
+      }
+      multiply_rows(together, data[s.a], type, rows);
+      continue;
+    }
+    if (s.kind == Kind::rotate) {
+      turn(s, b, call, !turned || turned->weight->id() != s.weight->id() || turned->number != s.number || registers_[size_t(turned->a)].dtype != from.dtype);
+      turned = &s;
+      continue;
+    }
+    if (s.kind == Kind::attend) {
+      attend(s, b, call);
+      continue;
+    }
+    // in pieces of whole vectors: how they are cut never changes a result
+    const int64_t unit = s.kind == Kind::norm ? s.size : 1024, all = rows * to.width;
+    const int64_t units = (all + unit - 1) / unit, step = std::max<int64_t>(1, SERIAL / 4 / unit);
+    auto piece = [&](int64_t p) {
+      const int64_t first = p * step * unit, last = std::min(all, (p + 1) * step * unit);
+      const int64_t item = int64_t(mx::size_of(from.dtype)), y_item = int64_t(mx::size_of(to.dtype));
+      if (s.kind == Kind::combine) {
+        k.rowwise(s.op, data[s.a] + first * item, data[s.b] + first * item, type, last - first, data[s.to] + first * y_item);
+        return;
+      }
+      const void* weight = s.weight ? s.weight->data<char>() : nullptr;
+      const Type w_type = s.weight ? *stored_type(s.weight->dtype()) : Type::f32;
+      for (int64_t e = first; e < last; e += s.size) {
+        k.rms(data[s.a] + e * item, type, 1, weight, w_type, s.size, s.number, data[s.to] + e * y_item, y_type);
+      }
+    };
+    if (all < SERIAL) {
+      for (int64_t p = 0; p * step < units; p++) piece(p);
+    } else {
+      parallel_for((units + step - 1) / step, piece);
+    }
+  }
+}
+
+// Rotates heads; `fresh` says that the cosines and sines in the buffer are not those of this stage.
+void Program::turn(const Stage& s, const Block& b, const Call& call, bool fresh) const {
+  const Kernels& k = kernels();
+  char* const* data = b.data;
+  const int64_t rows = b.rows;
+  const Register& from = registers_[size_t(s.a)];
+  const Type type = *stored_type(from.dtype);
+  const int64_t half = s.dims / 2, pitch = (half + k.width - 1) / k.width * k.width, item = int64_t(mx::size_of(from.dtype));
+  float* cosines = waves_buffer.floats(size_t(3 * rows * pitch + 16));
+  float *sines = cosines + rows * pitch, *angles = sines + rows * pitch;
+  const float* per_pair = s.weight->data<float>();
+  auto one = [&](int64_t r) {
+    if (fresh) {
+      const int64_t batch = (b.first + r) / b.L, l = (b.first + r) % b.L;
+      const int offset = call.offsets ? call.offsets->data<int32_t>()[call.offsets->size() == 1 ? 0 : batch * call.offsets->strides(0)] : call.offset;
+      const float position = (float(l) + float(offset)) * s.number;
+      for (int64_t i = 0; i < half; i++) angles[r * pitch + i] = position * per_pair[i];
+      k.waves(angles + r * pitch, half, type, cosines + r * pitch, sines + r * pitch);
+      for (int64_t i = half; i < pitch; i++) cosines[r * pitch + i] = sines[r * pitch + i] = 0;
+    }
+    for (int64_t e = r * from.width; e < (r + 1) * from.width; e += s.size) {
+      k.rotate({data[s.a] + e * item, data[s.to] + e * item, type, 1, s.dims, s.size, s.neighbours, cosines + r * pitch, sines + r * pitch});
+    }
+  };
+  if (rows * from.width < SERIAL) {
+    for (int64_t r = 0; r < rows; r++) one(r);
+  } else {
+    parallel_for(rows, one);
+  }
+}
+
+// Stores the keys and values of a block, then attends: a row sees what was stored up to itself.
+void Program::attend(const Stage& s, const Block& b, const Call& call) const {
+  const Kernels& k = kernels();
+  const Register &from = registers_[size_t(s.a)], &key = registers_[size_t(s.b)], &value = registers_[size_t(s.c)], &to = registers_[size_t(s.to)];
+  const int64_t D = from.width / s.heads, Dv = value.width / s.key_heads, group = s.heads / s.key_heads;
+  const int64_t q_item = int64_t(mx::size_of(from.dtype)), item = int64_t(mx::size_of(key.dtype));
+  const int64_t start = call.start + b.first;
+  for (int64_t r = 0; r < b.rows; r++) {
+    for (int64_t h = 0; h < s.key_heads; h++) {
+      char* k_row = call.keys + (h * call.key_strides[0] + (start + r) * call.key_strides[1]) * item;
+      char* v_row = call.values + (h * call.value_strides[0] + (start + r) * call.value_strides[1]) * item;
+      memcpy(k_row, b.data[s.b] + (r * key.width + h * D) * item, size_t(D * item));
+      memcpy(v_row, b.data[s.c] + (r * value.width + h * Dv) * item, size_t(Dv * item));
+    }
+  }
+  Attention base{};
+  base.q_stride = 1, base.keys.stride = call.key_strides[1] * item, base.values.stride = call.value_strides[1] * item;
+  base.D = D, base.value_D = Dv, base.scale = s.number;
+  base.q_type = *stored_type(from.dtype), base.type = *stored_type(key.dtype), base.y_type = *stored_type(to.dtype);
+  // the rows of a task share a key head: query heads of its group and positions, positions slowest
+  const int64_t rows = group * b.rows, blocks = (rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
+  auto task = [&](int64_t i) {
+    const int64_t place = i % blocks, kv_head = i / blocks;
+    Attention a = base;
+    a.keys.data = call.keys + (kv_head * call.key_strides[0] + call.low * call.key_strides[1]) * item;
+    a.values.data = call.values + (kv_head * call.value_strides[0] + call.low * call.value_strides[1]) * item;
+    a.rows = int(std::min<int64_t>(ATTENTION_ROWS, rows - place * ATTENTION_ROWS));
+    for (int r = 0; r < a.rows; r++) {
+      const int64_t row = place * ATTENTION_ROWS + r, l = row / group, h = kv_head * group + row % group;
+      a.q[r] = b.data[s.a] + (l * from.width + h * D) * q_item;
+      a.y[r] = b.data[s.to] + (l * to.width + h * Dv) * q_item;
+      a.visible[r] = a.count = start + l + 1 - call.low;
+    }
+    a.scratch = attention_buffer.floats(size_t(k.attention_floats(a)));
+    k.attend(a);
+  };
+  const int64_t tasks = s.key_heads * blocks;
+  if (b.rows * s.heads * (start + b.rows - call.low) * (D + Dv) < SERIAL_WORK) {
+    for (int64_t i = 0; i < tasks; i++) task(i);
+  } else {
+    parallel_for(tasks, task);
+  }
+}
+
+}  // namespace spec

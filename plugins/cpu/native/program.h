@@ -1,0 +1,102 @@
+// A run of row-wise operations as one mlx primitive: what lies between two attentions of a model, in one task of
+// mlx's stream instead of a dozen. Every operation is the library's own, so the bytes are those of the operations
+// one by one.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "kernels.h"
+#include "linear.h"
+
+namespace spec {
+
+// Built once, called often. A register is a number: it holds `width` values per row.
+class Program {
+ public:
+  explicit Program(mx::Dtype dtype);  // of every input; other registers follow mlx's rules of promotion
+
+  Program(const Program&) = delete;
+
+  // The next input of a call: (B, L, width), or (B, heads, L, width / heads) when heads > 0.
+  int input(int64_t width, int heads);
+  // rms_norm of every `size` values, which is the width or one head; weight (size,) or none.
+  int norm(int from, const std::optional<mx::array>& weight, float eps, int64_t size);
+  // As `linear`. Layers after one another that read the same register run side by side.
+  int linear(int from, const mx::array& w, const std::optional<mx::array>& scales, const std::optional<mx::array>& biases,
+             const std::optional<mx::array>& bias, const Layout& layout);
+  // "add", "multiply", "silu" (silu(a) * b) or "gelu" (tanh-approximated gelu(a) * b) of two registers alike.
+  int combine(const std::string& name, int a, int b);
+  // As `rope`, on `heads` rows side by side, at the offset that comes with a call.
+  int rotate(int from, int heads, int dims, bool neighbours, float scale, const mx::array& inverse);
+  // Attention of queries (heads side by side) over stored keys and values, to which the rows of `keys` and `values` are
+  // added first: causal, of one batch. Once per program; the storage comes with a call.
+  int attend(int queries, int keys, int values, int heads, int key_heads, float scale);
+  // The next output of a call, in the shape `input` would take.
+  void output(int from, int heads);
+
+  // Keys and values (1, key_heads, capacity, D), of which a call reads from row `low` on and fills from `start` on.
+  struct Storage {
+    mx::array keys, values;
+    int low, start;
+  };
+  // The outputs of a program on inputs whose row l of batch b stands at position offset[b] + l, then the filled storage
+  // if it attends; lazy. The storage is written in place when nobody else holds it.
+  static std::vector<mx::array> call(const std::shared_ptr<const Program>& program, std::vector<mx::array> inputs,
+                                     const std::variant<int, mx::array>& offset, const std::optional<Storage>& storage,
+                                     mx::StreamOrDevice stream);
+
+  // What a call computes with besides its inputs.
+  struct Call {
+    const mx::array* offsets;  // (B,) int32, or one for all
+    int offset, low, start;
+    char *keys, *values;
+    int64_t key_strides[2], value_strides[2];  // elements, of a head and a row
+  };
+  void run(const std::vector<mx::array>& inputs, const Call& call, std::vector<mx::array>& outputs) const;
+  bool attends() const { return attends_; }
+
+ private:
+  enum class Kind { norm, linear, combine, rotate, attend };
+  struct Register {
+    int64_t width;
+    mx::Dtype dtype;
+  };
+  struct Port {
+    int place, heads;
+  };
+  struct Stage {
+    Kind kind;
+    int a, b, c, to;
+    int heads, key_heads;
+    Rowwise op;
+    float number;  // epsilon of a norm, scale of positions or of scores
+    int64_t size;  // values a norm or a head spans
+    int dims;
+    bool neighbours;
+    std::optional<mx::array> weight;  // of a norm, or inverse wavelengths
+    std::unique_ptr<Factor> factor;
+  };
+  int add(int64_t width, mx::Dtype dtype);
+  const Register& at(int place) const;
+  Stage& stage(Kind kind, int a, int b, int to);
+  // A block of rows: the first of them, and positions per batch.
+  struct Block {
+    char* const* data;
+    int64_t first, rows, L;
+  };
+  void block(const Block& b, const Call& call) const;
+  void turn(const Stage& s, const Block& b, const Call& call, bool fresh) const;
+  void attend(const Stage& s, const Block& b, const Call& call) const;
+
+  bool attends_ = false;
+  mx::Dtype dtype_;
+  std::vector<Register> registers_;
+  std::vector<Port> inputs_, outputs_;
+  std::vector<Stage> stages_;
+};
+
+}  // namespace spec

@@ -1,0 +1,146 @@
+"""Operations in a row, as data: run as one by the library, or one after the other by mlx.
+
+A recipe is written once per layer. Its steps number their results as they go, inputs included.
+"""
+
+# mypy: disable-error-code="no-any-return"
+# mlx.nn is untyped to mypy: its classes and calls are Any.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .native import library
+from .operations import attention_reference, linear_reference, rms_norm_reference, rope_reference
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation: the name of the recipe's method and of the library's, and what both are given."""
+
+    op: str
+    args: tuple[Any, ...]
+    given: dict[str, Any]
+
+
+class Recipe:
+    """What lies between two attentions of a model, say.
+
+    Attributes:
+        steps: in order; step i makes result i.
+        outputs: (result, heads) of everything that leaves.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.outputs: list[tuple[int, int]] = []
+
+    def _add(self, op: str, *args: Any, **given: Any) -> int:
+        self.steps.append(Step(op, args, given))
+        return len(self.steps) - 1
+
+    def input(self, width: int, heads: int = 0) -> int:
+        """The next input: (B, L, width), or (B, heads, L, width // heads)."""
+        return self._add("input", width, heads)
+
+    def norm(self, of: int, weight: mx.array | None, eps: float, size: int) -> int:
+        """rms_norm of every `size` values: of the width, or of each head; weight (size,)."""
+        return self._add("norm", of, weight, eps, size)
+
+    def linear(self, of: int, **weights: Any) -> int:
+        """A linear layer, weights as for `linear_reference`; neighbours that read the same run side by side."""
+        return self._add("linear", of, **weights)
+
+    def combine(self, name: str, first: int, second: int) -> int:
+        """ "add", "multiply", "silu" (silu(first) * second) or "gelu" (by its tanh approximation)."""
+        return self._add("combine", name, first, second)
+
+    def rotate(self, of: int, heads: int, dims: int, neighbours: bool, scale: float, inverse: mx.array) -> int:
+        """Rotary positions of `heads` side by side, as `rope_reference` has them, at the offset of the call."""
+        return self._add("rotate", of, heads, dims, neighbours, scale, inverse)
+
+    def attend(self, queries: int, keys: int, values: int, heads: int, key_heads: int, scale: float) -> int:
+        """Causal attention over stored keys and values, after `keys` and `values` were added to them; once."""
+        return self._add("attend", queries, keys, values, heads, key_heads, scale)
+
+    def output(self, of: int, heads: int = 0) -> None:
+        """The next output, in the shape an input would have."""
+        self.outputs.append((of, heads))
+
+    def build(self, dtype: mx.Dtype) -> Callable[..., list[mx.array]]:
+        """function(*inputs of dtype, offset=0, keys, values, low, start) -> outputs, as `by_mlx`.
+
+        One operation of the library. It holds the weights. Storage is filled in place when nobody else holds it
+        by then.
+        """
+        program = library().Program(mx.zeros((), dtype))
+        for step in self.steps:
+            getattr(program, step.op)(*step.args, **step.given)
+        for of, heads in self.outputs:
+            program.output(of, heads)
+        return program
+
+
+def by_mlx(
+    recipe: Recipe,
+    *inputs: mx.array,
+    offset: int | mx.array = 0,
+    keys: mx.array | None = None,
+    values: mx.array | None = None,
+    low: int = 0,
+    start: int = 0,
+) -> list[mx.array]:
+    """The outputs of a recipe, by mlx's own operations; then, when it attends, the filled storage."""
+    waiting = iter(inputs)
+    results: list[mx.array] = []
+    filled: list[mx.array] = []
+    for step in recipe.steps:
+        if step.op == "input":
+            results.append(_side_by_side(next(waiting), step.args[1]))
+        elif step.op == "norm":
+            of, weight, eps, size = step.args
+            heads = results[of].reshape(*results[of].shape[:-1], -1, size)
+            results.append(rms_norm_reference(heads, weight, eps).reshape(results[of].shape))
+        elif step.op == "linear":
+            results.append(linear_reference(results[step.args[0]], **step.given))
+        elif step.op == "rotate":
+            of, heads, dims, neighbours, scale, inverse = step.args
+            turned = rope_reference(_apart(results[of], heads), dims, neighbours, scale, inverse, offset)
+            results.append(_side_by_side(turned, heads))
+        elif step.op == "attend":
+            queries, new_keys, new_values, heads, key_heads, scale = step.args
+            k, v = _apart(results[new_keys], key_heads), _apart(results[new_values], key_heads)
+            end = start + k.shape[2]
+            for stored, new in ((keys, k), (values, v)):
+                if stored is None:
+                    raise ValueError("a recipe that attends needs keys and values")
+                filled.append(mx.slice_update(stored, new, mx.array([start]), axes=(2,)))
+            q, (seen_keys, seen_values) = _apart(results[queries], heads), (a[:, :, low:end] for a in filled)
+            results.append(_side_by_side(attention_reference(q, seen_keys, seen_values, scale, causal=True), heads))
+        else:
+            name, first, second = step.args
+            results.append(_COMBINE[name](results[first], results[second]))
+    return [_apart(results[of], heads) for of, heads in recipe.outputs] + filled
+
+
+_COMBINE: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
+    "add": mx.add,
+    "multiply": mx.multiply,
+    "silu": lambda a, b: nn.silu(a) * b,
+    "gelu": lambda a, b: nn.gelu_approx(a) * b,
+}
+
+
+def _side_by_side(x: mx.array, heads: int) -> mx.array:
+    """(B, H, L, D) -> (B, L, H * D) when there are heads."""
+    return x.swapaxes(1, 2).flatten(2) if heads else x
+
+
+def _apart(x: mx.array, heads: int) -> mx.array:
+    """(B, L, W) -> (B, H, L, W / H) when there are heads."""
+    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2) if heads else x
