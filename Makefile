@@ -42,6 +42,7 @@ docs-update: .venv/.test
 oracles: .venv-oracles/.installed
 	.venv-oracles/bin/python plugins/gemma4/oracles/check.py
 	.venv-oracles/bin/python plugins/qwen35/oracles/check.py
+	.venv-oracles/bin/python plugins/qwen35/oracles/check_mtp.py
 
 clean:
 	rm -rf .venv .venv-oracles .site

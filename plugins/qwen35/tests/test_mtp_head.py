@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from qwen35_oracles.mtp_ours import Ours
+from qwen35_oracles.mtp_cases import CASES, Case, differences, script, summary
+from qwen35_oracles.mtp_ours import Ours, scripted_rounds
 from qwen35_oracles.mtp_reference import HeadReference
+from qwen35_oracles.reference import Target as TargetReference
 
 import mlx_spec
 from mlx_spec import Lane, Request, Sampling, TapBlock
 from mlx_spec_qwen35.mtp import MtpDrafter
 
+GOLDEN = Path(__file__).parents[1] / "oracles" / "goldens" / "mtp_mlx_vlm.json"
 CLOSE = 1e-4  # float32 against float64, logits up to 5
 TIE = 1e-4
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -62,6 +67,30 @@ def test_logits_and_drafts_equal_the_reference(mtp_dirs: MakePair, layout: str) 
         assert draft.tokens.tolist() == [expected]
         assert max(np.abs(row[0] - other).max() for row, other in zip(rows, logits, strict=True)) < CLOSE
         assert lane.draft_state.states.lengths == (length - 1,)  # guesses are taken back
+
+
+@pytest.mark.parametrize("layout", ["mtp", "own-published-moe"])
+def test_target_and_head_together_equal_float64(mtp_dirs: MakePair, layout: str) -> None:
+    """From token ids to drafts with nothing of ours in between: the states are the target reference's too."""
+    dirs = mtp_dirs(**LAYOUTS[layout])
+    pair, reference, tokens = Ours(*dirs), HeadReference(dirs[1], LAYOUTS[layout].get("raw", False)), prompt(12)
+    hidden = TargetReference(dirs[0]).run(tokens[:-1])["hidden"]
+    lane, _ = pair.lane(tokens)
+    draft, rows = pair.draft(lane, [4])
+    expected, logits, gap = pair.expected(reference, tokens, hidden, 4)
+    assert gap > 2e-3 and draft.tokens.tolist() == [expected]
+    assert max(np.abs(row[0] - other).max() for row, other in zip(rows, logits, strict=True)) < 2e-3
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_scripted_rounds_equal_the_answers_of_mlx_vlm(tmp_path: Path, case: Case) -> None:
+    golden = json.loads(GOLDEN.read_text())
+    pair, keys = Ours(*case.write(tmp_path)), [key for key in golden["answers"] if key.split("/")[0] == case.name]
+    assert keys
+    for key in keys:
+        length = int(key.split("/")[1])
+        own = summary(scripted_rounds(pair, script(case, length), length))
+        assert differences(own, golden["answers"][key]) == [], f"{key}, {golden['versions']}"
 
 
 @pytest.mark.parametrize(

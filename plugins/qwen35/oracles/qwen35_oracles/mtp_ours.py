@@ -16,6 +16,7 @@ from mlx_spec_qwen35.mtp import MtpDrafter, output_matrix
 from mlx_spec_qwen35.mtp_config import head_card
 from mlx_spec_qwen35.target import Qwen35Target
 
+from .mtp_cases import ACCEPTED, WIDTH
 from .mtp_reference import HeadReference
 
 
@@ -96,3 +97,18 @@ def _dense(layer: Any) -> np.ndarray:
     if "scales" in layer:
         value = mx.dequantize(value, layer.scales, layer.biases, layer.group_size, layer.bits)
     return np.array(value.astype(mx.float32), dtype=np.float64)
+
+
+def scripted_rounds(pair: Ours, ids: list[int], length: int) -> list[tuple[list[int], list[np.ndarray]]]:
+    """Drafts and logits (V,) per step, of the scripted rounds of `mtp_cases`, by the plugin."""
+    lane, _ = pair.lane(ids[: length + 1])
+    states = pair.target.forward(mx.array([ids], dtype=mx.int32), pair.target.make_states(), pair.drafter.taps).taps
+    rounds, n = [], length
+    for accepted in ACCEPTED:
+        draft, rows = pair.draft(lane, [WIDTH - 1])
+        rounds.append((draft.tokens[0].tolist(), [row[0] for row in rows]))
+        block = {name: tap[:, n : n + WIDTH] for name, tap in states.items()}
+        lane.fresh = [TapBlock(block, [accepted + 1])]
+        n += accepted + 1
+        lane.tokens = [ids[: n + 1]]
+    return rounds
