@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @hookimpl
 def spec_register(register: Register) -> None:
-    """Claim the drafter kinds that work with every target."""
+    """Claim the drafter kinds that work with every target; bring the GPU kernel of core's recurrence."""
+    from .own_kernels import GATED_DELTA
+
+    register.kernel(GATED_DELTA)
     register.drafter("full-model")
     register.drafter("prompt-lookup", options=("min_n", "max_n"))
     register.tiny("llama", "mlx_spec.testing.tiny:write_llama")
