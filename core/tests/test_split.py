@@ -77,8 +77,13 @@ def heads(site, monkeypatch):
     monkeypatch.setenv("MLX_SPEC_PLUGINS", "heads")
 
 
-def write_source(path: Path, seed: int = 1, head: bool = True, shards: int = 3, **config: object) -> Path:
-    """A checkpoint whose head is in the last of its shards, by name, with an index."""
+def write_source(
+    path: Path, seed: int = 1, head: bool = True, shards: int = 3, whole: bool = False, **config: object
+) -> Path:
+    """A checkpoint whose head is in the last of its shards, by name, with an index.
+
+    whole: the head has a complete layer, as core checks it, and not only what the fake plugin looks for.
+    """
     import mlx.core as mx
 
     write_model(path, {**CONFIG, **config}, seed=seed)
@@ -88,6 +93,9 @@ def write_source(path: Path, seed: int = 1, head: bool = True, shards: int = 3, 
     key = mx.random.key(seed)
     parts = [{n: weights[n] for n in names[i::shards]} for i in range(shards)]
     parts.append({n: mx.random.normal(shape, key=key) for n, shape in HEAD.items()} if head else {})
+    if whole:
+        inside = "language_model.model.layers.3."
+        parts[-1] |= {n.replace(inside, "mtp.layers.0."): a for n, a in weights.items() if n.startswith(inside)}
     for i, part in enumerate(p for p in parts if p):
         file = f"model-{i + 1:05d}-of-{shards + head:05d}.safetensors"
         mx.save_safetensors(str(path / file), part, metadata={"format": "pt"})

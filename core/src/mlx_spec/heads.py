@@ -20,7 +20,8 @@ PROMISES = (
     "mtp_num_layers",
 )  # config keys that count the layers of a head
 KEEP_HEAD = (
-    "Without it the model runs undrafted: pass a checkpoint that kept the head, or another drafter, as --draft-model"
+    "Without it the model runs undrafted: convert the original with `spec convert --keep-mtp`, extract its head with "
+    "`spec split-mtp` and pass that directory as --draft-model, or use another drafter"
 )
 _HEAD = re.compile(r"(?P<prefix>(?:[\w]+\.)*?(?:mtp|mtp_layers))\.(?:layers\.(?=\d)|(?=\d+\.))?(?P<layer>\d+)?\.?")
 _LAYER = re.compile(r"(?P<prefix>(?:[\w]+\.)*?layers)\.(?P<layer>\d+)\.(?P<rest>.+)")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import click
 
     from .errors import Finding
+    from .head_stages import Stage
     from .lane import Lane
     from .models import Drafter, Target
     from .probe import ProbePlan
@@ -89,6 +90,16 @@ def spec_rollback(lane: Lane, side: Side, keep: Sequence[int]) -> Sequence[int] 
 @hookspec(firstresult=True)
 def spec_probe_exactness(target: Target, drafter: Drafter, plan: ProbePlan) -> ExactnessReport | None:
     """Compare real rounds with single steps; core's default drives the three hooks above."""
+
+
+@hookspec(firstresult=True)
+def spec_inspect_head(target: ModelRef, drafter: ModelRef, card: DrafterCard) -> Sequence[Stage] | None:
+    """Say of a drafter head, from files alone, what its shapes, norms and quantisation are worth.
+
+    `spec inspect` asks the plugin that reads the head: one `mlx_spec.head_stages.Stage` each for "shapes", "norms" and
+    "quantisation", with what was found and what to do. drafter: the directory of the head, the target's own for a
+    head inside it.
+    """
 
 
 @hookspec(firstresult=True)

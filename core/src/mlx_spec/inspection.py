@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .checkpoint import end_ids, read_config, tensor_index
 from .errors import Finding, PairError, SpecError
 from .generic_target import declared_context
+from .head_stages import Stage, own_stages, pair_stages
 from .heads import Head, contradictions, find_heads, text_section, whole_index
 from .identify import carries_embedding, identify
 from .memory import MemoryNeed, memory_needed
@@ -17,11 +18,13 @@ from .refs import resolve
 from .types import DrafterCard, ModelRef
 
 if TYPE_CHECKING:
+    from .loading import DrafterChoice
     from .plugins import PluginManager
     from .tensorfiles import TensorInfo
     from .tokenizer import Tokenizer
 
 T = TypeVar("T")
+HEAD_KIND = "mtp"  # drafters that are heads
 SHOWN_CONTEXT = 8192  # positions the memory estimate uses when nobody asks for another number
 
 
@@ -33,6 +36,7 @@ class DrafterFit:
     source: str  # "built in", "in this checkpoint", "plugin NAME" or a directory
     fits: bool
     reason: str
+    stages: list[Stage] = field(default_factory=list)  # of a drafter head, how far it gets
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ class Inspection:
     end_ids: list[int] = field(default_factory=list)
     memory: MemoryNeed | None = None
     drafters: list[DrafterFit] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)  # of the head in this checkpoint
     problems: list[Finding] = field(default_factory=list)
 
     @property
@@ -93,10 +98,37 @@ def inspect(
         _text(report, ref)
     if report.kind == "target":
         _owner(report, ref)
+        if index is not None:
+            report.stages = _try(report, lambda: own_stages(ref)) or []
         _fits(report, ref, drafters)
     else:
         _no_target(report, drafters)
     return report
+
+
+def prove_heads(report: Inspection) -> None:
+    """Run the exactness probe on the model with each of its heads; the verdict becomes the last stage.
+
+    A head that an earlier stage stands in the way of is left as it is.
+    """
+    heads = [(None, report.stages), *((drafter.source, drafter.stages) for drafter in report.drafters)]
+    for source, stages in heads:
+        if stages and report.ok and all(stage.state != "no" for stage in stages[:-1]):
+            stages[-1] = _proven(report.name, source)
+
+
+def _proven(name: str, drafter: str | None) -> Stage:
+    """The probe's verdict on a target with a head in a directory, or with its own."""
+    from .head_stages import verdict_stage
+    from .pair import load
+
+    try:
+        plan = load(name, drafter, HEAD_KIND).plan
+    except SpecError as error:
+        return Stage("probe", "no", f"{error.found}, expected {error.expected}", error.next_step)
+    if plan.exactness is None:
+        return Stage("probe", "open", plan.reason, "Change the setting that turned it off")
+    return verdict_stage(plan.exactness)
 
 
 def _no_target(report: Inspection, candidates: Sequence[str]) -> None:
@@ -301,7 +333,7 @@ def _candidate(ref: ModelRef, name: str) -> DrafterFit:
     """One drafter directory against this target, by the checks that run before weights are loaded."""
     from .loading import choose_drafter, validate_pair
 
-    kind = "?"
+    kind, choice = "?", None
     try:
         choice = choose_drafter(name, None, {}, ref)
         if choice is None:
@@ -309,7 +341,16 @@ def _candidate(ref: ModelRef, name: str) -> DrafterFit:
         kind = choice.kind
         findings = validate_pair(ref, choice)
     except PairError as refused:
-        return DrafterFit(kind, name, False, "; ".join(str(f) for f in refused.findings if f.severity == "error"))
+        reason = "; ".join(str(f) for f in refused.findings if f.severity == "error")
+        return DrafterFit(kind, name, False, reason, _stages_of(ref, choice) if choice is not None else [])
     except SpecError as error:
         return DrafterFit(kind, name, False, str(error))
-    return DrafterFit(kind, name, True, "; ".join(str(f) for f in findings) or "no findings")
+    reason = "; ".join(str(f) for f in findings) or "no findings"
+    return DrafterFit(kind, name, True, reason, _stages_of(ref, choice))
+
+
+def _stages_of(target: ModelRef, choice: DrafterChoice) -> list[Stage]:
+    """Stages of a drafter directory that holds a head."""
+    if choice.kind != HEAD_KIND or choice.ref is None or choice.ref.path == target.path:
+        return []
+    return pair_stages(target, choice.ref)

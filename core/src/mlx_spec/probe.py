@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .lane import Lane
-from .types import LEVELS, Draft, ExactnessReport, Level
+from .types import LEVELS, Draft, ExactnessReport, Level, ModelRef
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .rounds import RoundHooks
     from .state import StateGroup
 
+AREA, POINTERS = "exactness", "verdicts"  # memos by pair key, and which memo is about which files
 CONTINUE = 3  # single steps after a rollback
 MAX_PROMPT = 1536  # longest synthetic prompt, tokens
 
@@ -271,7 +272,7 @@ def prove(pair: Pair, fresh: bool = False, tick: Callable[[str], None] = lambda 
     plan = pair.plan
     name = f"{pair.key}-L{plan.block_size}-{plan.exactness_asked}"
     if not fresh:
-        known = _recall(read_entry("exactness", name), pair.key, plan.block_size)
+        known = _recall(read_entry(AREA, name), pair.key, plan.block_size)
         if known is not None:
             return known
     call = get_manager().owner_call("spec_probe_exactness", pair.owner)
@@ -288,8 +289,32 @@ def prove(pair: Pair, fresh: bool = False, tick: Callable[[str], None] = lambda 
     report: ExactnessReport = call(target=pair.target, drafter=pair.drafter, plan=job)
     report.key = pair.key
     report.environment = environment()
-    write_entry("exactness", name, _as_dict(report))
+    write_entry(AREA, name, _as_dict(report))
+    if pair.drafter_ref is not None and plan.kv_bits is None:
+        where = {"memo": name, "key": pair.key, "block_size": plan.block_size}
+        write_entry(POINTERS, _files_key(pair.target_ref, pair.drafter_ref), where)
     return report
+
+
+def remembered(target: ModelRef, drafter: ModelRef) -> ExactnessReport | None:
+    """The newest verdict on two checkpoints, when these versions gave it on this device; loads no weights."""
+    from .diskcache import read_entry
+
+    where = read_entry(POINTERS, _files_key(target, drafter)) or {}
+    memo, key, size = where.get("memo"), where.get("key"), where.get("block_size")
+    if not isinstance(memo, str) or not isinstance(key, str) or type(size) is not int:
+        return None
+    report = _recall(read_entry(AREA, memo), key, size)
+    return report if report is not None and report.environment == environment() else None
+
+
+def _files_key(target: ModelRef, drafter: ModelRef) -> str:
+    """Names two checkpoints by their contents."""
+    import hashlib
+
+    from .checkpoint import fingerprint
+
+    return hashlib.sha256(f"{fingerprint(target.path)}\n{fingerprint(drafter.path)}".encode()).hexdigest()[:32]
 
 
 def environment() -> dict[str, str]:

@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..head_stages import NOTHING
 from .output import note, print_json, print_table, progress
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..head_stages import Stage
     from ..inspection import Inspection
 
+STAGES = ("head", "state", "found", "next step")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -21,27 +26,51 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 )
 @click.option("--context", type=click.IntRange(min=1), help="Positions for the memory estimate.")
 @click.option("--kv-bits", type=click.Choice(["4", "8"]), help="Estimate for a quantised K/V state.")
+@click.option("--probe", is_flag=True, help="Load the model with its heads and prove them, for the last stage.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def command(
-    ctx: click.Context, model: str, drafters: tuple[str, ...], context: int | None, kv_bits: str | None, as_json: bool
+    ctx: click.Context,
+    model: str,
+    drafters: tuple[str, ...],
+    context: int | None,
+    kv_bits: str | None,
+    probe: bool,
+    as_json: bool,
 ) -> None:
-    """Say what MODEL (a directory or hub id) is; exit 1 when it cannot be used as it is."""
-    from ..inspection import inspect
+    """Say what MODEL (a directory or hub id) is; exit 1 when it cannot be used as it is.
+
+    Of a drafter head, in the model or given with --drafter, every stage is told: declared in config.json, tensors,
+    shapes, norms, quantisation, the trunk it belongs to, and the exactness probe's verdict where one is remembered.
+    """
+    from ..inspection import inspect, prove_heads
 
     with progress("inspecting"):
         report = inspect(model, drafters, context, int(kv_bits) if kv_bits else None)
+    if probe:
+        with progress("probing"):
+            prove_heads(report)
     if as_json:
         print_json(as_object(report))
     else:
         print_table(("", ""), rows(report))
+        if report.stages:
+            print_table(STAGES, stage_rows(report.stages))
         if report.drafters:
             fits = [(d.kind, d.source, "yes" if d.fits else "no", d.reason) for d in report.drafters]
             print_table(("drafter", "from", "fits", "why"), fits)
+        for drafter in report.drafters:
+            if drafter.stages:
+                print_table(STAGES, stage_rows(drafter.stages), f"head in {drafter.source}")
         for problem in report.problems:
             note(f"{problem.severity}: {problem}")
     if not report.ok:
         ctx.exit(1)
+
+
+def stage_rows(stages: Sequence[Stage]) -> list[tuple[str, str, str, str]]:
+    """Stages as rows; a next step is shown where there is one."""
+    return [(s.name, s.state, s.reason, "" if s.next_step == NOTHING else s.next_step) for s in stages]
 
 
 def as_object(report: Inspection) -> dict[str, Any]:

@@ -31,6 +31,8 @@ TRUNK = (
 """Keys by which one Qwen 3.5 is told from another of the same width; a head's text_config is its target's."""
 OTHER_PAIR = "Pair the head with the model it was trained on, or the model with its own head"
 COMPLETE = "Use a complete head whose config.json belongs to its weights"
+NORM_CODES, QUANTISATION_CODES = ("QW33",), ("QW30",)
+"""Codes of findings about how a head is stored, which are no question of what it fits."""
 _PROBLEM_CODES = {"tensors": "QW26", "shape": "QW27", "fc": "QW25", "quantisation": "QW30", "depth": "QW28"}
 _PROBLEM_STEPS = {"quantisation": "Use the bfloat16 release, or a head quantised for MLX"}
 

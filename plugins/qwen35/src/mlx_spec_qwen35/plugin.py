@@ -10,6 +10,7 @@ from mlx_spec.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from mlx_spec.errors import Finding
+    from mlx_spec.head_stages import Stage
     from mlx_spec.models import Drafter, Target
     from mlx_spec.registry import Register
     from mlx_spec.types import DrafterCard, ModelRef
@@ -68,6 +69,16 @@ def spec_load_drafter(ref: ModelRef, card: DrafterCard, target: Target) -> Draft
     from .mtp import MtpDrafter
 
     return MtpDrafter.load(ref, card, target)
+
+
+@hookimpl
+def spec_inspect_head(target: ModelRef, drafter: ModelRef, card: DrafterCard) -> list[Stage] | None:
+    """What `spec inspect` says of an MTP head's shapes, norms and quantisation."""
+    if card.kind != "mtp" or card.model_type not in HEAD_TYPES:
+        return None
+    from .mtp_stages import head_stages
+
+    return head_stages(target, drafter, card)
 
 
 @hookimpl
