@@ -26,6 +26,7 @@ from mlx_spec.types import Capabilities, Draft, DrafterCard, ModelRef
 
 from .mtp_head import MtpHead, Reading
 from .mtp_output import DraftOutput, draft_output
+from .mtp_reading import find_reading
 from .mtp_weights import load_head
 from .target import Qwen35Target
 
@@ -78,8 +79,8 @@ class MtpDrafter(Drafter):
         head, said = load_head(ref, target.dtype, None if norms is None else str(norms))
         ends = end_ids(target.ref.path, target.ref.config)
         output, said["output"] = draft_output(output_matrix(target), target.vocab_size, options, ends)
-        reading = Reading(options.get("mtp_hidden", "post"), options.get("mtp_concat", "embedding-first"))  # type: ignore[arg-type]
-        said |= {"hidden": reading.hidden, "concat": reading.concat}
+        reading, how = find_reading(ref, options, head, target)
+        said |= how
         drafter = cls(replace(card, extra={**options, **said}), MtpModel(head, output), target, reading)
         drafter.ref = ref
         log.info("head of %s: %s", ref.name, "; ".join(f"{key} {value}" for key, value in said.items()))
