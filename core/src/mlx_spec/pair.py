@@ -319,7 +319,7 @@ def _prove(pair: Pair, probe: bool) -> None:
 
 
 def pair_key(pair: Pair) -> str:
-    """Hex key over both weights' fingerprints, K/V mode, dtypes, mlx version, device and kernels."""
+    """Hex key over both weights' fingerprints, K/V mode, dtypes, mlx version, device, kernels, options."""
     import hashlib
 
     import mlx.core as mx
@@ -338,5 +338,8 @@ def pair_key(pair: Pair) -> str:
         mx.__version__,
         str(mx.default_device()),
         pair.plan.kernels.line(),
+        repr(sorted(pair.drafter.card.extra.items()))
+        if pair.drafter is not None
+        else "",  # options, and what they led to
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

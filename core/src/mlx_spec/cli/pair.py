@@ -36,7 +36,8 @@ def command(prompt: str | None, no_measure: bool, as_json: bool, **values: Any) 
         with progress("measuring"):
             gain = measure_gain(pair, prompt)
     if as_json:
-        print_json({"plan": asdict(pair.plan), "gain": gain})
+        card = dict(pair.drafter.card.extra) if pair.drafter is not None else {}
+        print_json({"plan": asdict(pair.plan), "drafter": card, "gain": gain})
         return
     _show_findings([f.as_dict() for f in pair.plan.findings], False)
     print_table(("", ""), _rows(pair, gain))
@@ -85,6 +86,8 @@ def _rows(pair: Pair, gain: dict[str, Any] | None) -> list[tuple[str, object]]:
         ("exactness", plan.level),
     ]
     rows += [("note", text) for text in plan.notes]
+    if pair.drafter is not None:
+        rows += [(key.replace("_", " "), value) for key, value in pair.drafter.card.extra.items()]
     if gain is not None:
         accept = ", ".join(f"{a:.0%}" for a in gain["acceptance_by_position"])
         rows += [
