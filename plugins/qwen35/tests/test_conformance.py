@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mlx_spec.testing import PluginContract, StateContract, TargetContract
+import pytest
+
+from mlx_spec.full_model import FullModelDrafter
+from mlx_spec.models import Drafter, Target
+from mlx_spec.testing import DrafterContract, PluginContract, StateContract, TargetContract
 
 TARGET = {"batch", "sampling", "recurrent", "conv", "taps", "quantised_kv"}
 SMALL = {"num_hidden_layers": 3, "full_attention_interval": 2}  # the last layer is a linear one
@@ -54,3 +58,17 @@ class TestStateDense(Dense, StateContract):
 
 class TestStateExperts(Experts, StateContract):
     capabilities = TARGET
+
+
+class TestATargetDraftingForItself(DrafterContract):
+    """A full model as the drafter: its own states go through single steps, catch-ups and rows of unequal length."""
+
+    family = "qwen35"
+    options: ClassVar = {"variant": "dense", **SMALL}
+    capabilities: ClassVar = {"batch", "sampling", "recurrent", "conv", "quantised_kv"}
+    least_acceptance = 1.0
+
+    @pytest.fixture
+    def drafter(self, target: Target) -> Drafter:
+        """The target's own weights."""
+        return FullModelDrafter(target)
