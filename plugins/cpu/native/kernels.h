@@ -26,14 +26,14 @@ struct Weights {
 };
 
 // y[m][n] = sum_k x[m][k] * w[n][k] (+ bias[n]), for n in [first, last).
-// x rows are float, padded with zeros to `padded` and in the order `prepare` gave them.
+// x rows are float, padded with zeros to `padded` and in the order `prepare` gave them, or as `prepare_pairs` left them.
 struct Product {
   Weights w;
   const float* const* x;  // rows
   void* const* y;         // rows
   const void* bias;       // (N,) or null
   int64_t rows, N, K, padded;
-  int64_t origin;  // dense weights start at this column
+  bool pairs;  // x rows come from `prepare_pairs`
   Type y_type, bias_type;
   float* scratch;  // `scratch_floats` of them, of the calling thread
 };
@@ -113,6 +113,11 @@ struct Kernels {
   void (*product)(const Product&, int64_t first, int64_t last);
   // One row of activations as floats, zero-padded, in the order the weights are decoded in.
   void (*prepare)(const Weights&, const void* x, Type type, int64_t stride, int64_t K, int64_t padded, float* out);
+  // Whether rows of this type are multiplied two elements at a time.
+  bool (*pairs)(const Weights&, Type type);
+  // One row for that, in no more room than `prepare` takes; false for a row that holds NaN, infinity or values so
+  // large that it has to be prepared as floats.
+  bool (*prepare_pairs)(const Weights&, const void* x, int64_t stride, int64_t K, float* out);
   // Elements a row is padded to a multiple of.
   int width;
   // Whether `prepare` would only copy a contiguous float row of K elements.
@@ -135,6 +140,7 @@ struct Kernels {
   int multiply_adds_a_round;
 };
 
+const Kernels* avx512bf16_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx2_kernels();
 const Kernels* neon_kernels();

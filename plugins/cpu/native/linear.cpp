@@ -15,11 +15,13 @@ namespace {
 
 constexpr int64_t SERIAL_WORK = 150'000;           // multiply-adds below which waking a thread costs more than it saves
 constexpr int64_t CHUNK_WORK = 40'000;             // multiply-adds a chunk of columns should have
+constexpr int64_t MANY_ROWS = 8, MANY_ROWS_COLUMNS = 64;  // so many rows should find so many columns in a chunk
 constexpr int64_t BLOCK_FLOATS = int64_t(8) << 20;  // activations prepared at a time
 
 bool runs(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  if (!strcmp(name, "avx512bf16")) return runs("avx512") && __builtin_cpu_supports("avx512bf16");
   if (!strcmp(name, "avx512")) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c");
@@ -28,13 +30,13 @@ bool runs(const char* name) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   }
 #endif
-  return strcmp(name, "avx512") && strcmp(name, "avx2");
+  return strncmp(name, "avx", 3) != 0;
 }
 
 // Best first.
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> found;
-  for (auto candidate : {avx512_kernels(), avx2_kernels(), neon_kernels(), portable_kernels()})
+  for (auto candidate : {avx512bf16_kernels(), avx512_kernels(), avx2_kernels(), neon_kernels(), portable_kernels()})
     if (candidate && runs(candidate->name)) found.push_back(candidate);
   return found;
 }
@@ -43,34 +45,54 @@ std::atomic<const Kernels*> chosen{nullptr};
 
 thread_local Buffer rows_buffer, scratch_buffer;
 
-// Rows of activations as floats, ready for `product`.
+// Floats from one prepared row to the next: rows that begin at the same place of a page would drive each other out
+// of the first-level cache.
+int64_t apart(int64_t padded) { return padded + (128 - padded % 1024 + 1024) % 1024; }
+
+// Rows of activations, ready for `product`.
 class Rows {
  public:
   Rows(const Kernels& k, const Weights& w, const char* base, size_t item, Type type, const int64_t* offsets,
        int64_t count, int64_t stride, int64_t K, int64_t padded)
-      : pointers_(size_t(count)) {
-    const bool direct = stride == 1 && k.direct(w, type, K);
-    float* out = direct ? nullptr : rows_buffer.floats(size_t(count * padded));
+      : pointers_(size_t(count)), pairs_(size_t(count), 0) {
+    const bool direct = stride == 1 && k.direct(w, type, K), pairs = k.pairs(w, type);
+    const int64_t step = apart(padded);
+    float* out = direct ? nullptr : rows_buffer.floats(size_t(count * step));
     auto one = [&](int64_t m) {
       const char* row = base + offsets[m] * int64_t(item);
-      float* prepared = out + m * padded;
+      float* prepared = out + m * step;
       pointers_[size_t(m)] = direct ? reinterpret_cast<const float*>(row) : prepared;
-      if (!direct) k.prepare(w, row, type, stride, K, padded, prepared);
+      if (direct) return;
+      pairs_[size_t(m)] = pairs && k.prepare_pairs(w, row, stride, K, prepared);
+      if (!pairs_[size_t(m)]) k.prepare(w, row, type, stride, K, padded, prepared);
     };
     if (direct || count * padded < SERIAL_WORK) {
       for (int64_t m = 0; m < count; m++) one(m);
     } else {
-      const int64_t step = 8;
-      parallel_for((count + step - 1) / step, [&](int64_t i) {
-        for (int64_t m = i * step; m < std::min(count, (i + 1) * step); m++) one(m);
+      const int64_t some = 8;
+      parallel_for((count + some - 1) / some, [&](int64_t i) {
+        for (int64_t m = i * some; m < std::min(count, (i + 1) * some); m++) one(m);
       });
     }
   }
-  const float* const* data() const { return pointers_.data(); }
+  const float* row(int64_t m) const { return pointers_[size_t(m)]; }
+  bool pairs(int64_t m) const { return pairs_[size_t(m)] != 0; }
 
  private:
   std::vector<const float*> pointers_;
+  std::vector<char> pairs_;
 };
+
+// Rows that are multiplied with the same weights in the same way, and where their results go.
+struct Batch {
+  std::vector<const float*> x;
+  std::vector<void*> y;
+  void add(const float* row, void* result) { x.push_back(row), y.push_back(result); }
+};
+
+void fill(Product& p, const Batch& batch, bool pairs) {
+  p.x = batch.x.data(), p.y = batch.y.data(), p.rows = int64_t(batch.x.size()), p.pairs = pairs;
+}
 
 struct Piece {
   const Product* product;
@@ -83,8 +105,16 @@ void cut(const Kernels& k, const Product& p, std::vector<Piece>& pieces) {
   const int64_t unit = k.columns(p), per_column = std::max<int64_t>(p.K * (p.rows + 3) / 4, 1);
   int64_t columns = p.N;
   if (p.N * per_column > SERIAL_WORK && threads() > 1) {
-    columns = std::max(p.N / (threads() * 6), CHUNK_WORK / per_column);
-    columns = std::max((columns + unit - 1) / unit, int64_t(1)) * unit;
+    const int64_t least = p.rows > MANY_ROWS ? MANY_ROWS_COLUMNS : CHUNK_WORK / per_column;
+    const int64_t most = (std::max(p.N / (threads() * 6), least) + unit - 1) / unit, units = (p.N + unit - 1) / unit;
+    int64_t each = std::max<int64_t>(most, 1);  // units; a little less where every thread then has as many chunks
+    for (int64_t fewer = each; fewer > most / 2; fewer--) {
+      if ((units + fewer - 1) / fewer % threads() == 0) {
+        each = fewer;
+        break;
+      }
+    }
+    columns = each * unit;
   }
   for (int64_t n = 0; n < p.N; n += columns) pieces.push_back({&p, n, std::min(p.N, n + columns)});
 }
@@ -181,12 +211,14 @@ class Linear : public mx::Primitive {
       const int64_t count = std::min(at_once, M - m);
       Rows rows(k, base.w, x.data<char>(), x.itemsize(), *stored_type(x.dtype()), offsets.data() + m, count,
                 x.strides(-1), base.K, base.padded);
-      std::vector<void*> results(static_cast<size_t>(count));
-      for (int64_t i = 0; i < count; i++) results[size_t(i)] = out + size_t((m + i) * base.N) * y_item;
-      Product p = base;
-      p.x = rows.data(), p.y = results.data(), p.rows = count;
+      Batch batches[2];
+      for (int64_t i = 0; i < count; i++) batches[rows.pairs(i)].add(rows.row(i), out + size_t((m + i) * base.N) * y_item);
+      Product products[2] = {base, base};
       std::vector<Piece> pieces;
-      cut(k, p, pieces);
+      for (int pairs = 0; pairs < 2; pairs++) {
+        fill(products[pairs], batches[pairs], pairs != 0);
+        cut(k, products[pairs], pieces);
+      }
       run(k, pieces);
     }
   }
@@ -208,8 +240,7 @@ class Linear : public mx::Primitive {
     Rows rows(k, base.w, x.data<char>(), x.itemsize(), *stored_type(x.dtype()), offsets.data(), int64_t(offsets.size()),
               x.strides(-1), base.K, base.padded);
 
-    std::vector<std::vector<const float*>> xs(static_cast<size_t>(experts));
-    std::vector<std::vector<void*>> ys(static_cast<size_t>(experts));
+    std::vector<Batch> batches(static_cast<size_t>(2 * experts));
     const uint32_t* chosen_experts = indices.data<uint32_t>();
     char* out = y.data<char>();
     const int64_t row_bytes = base.N * int64_t(y.itemsize());
@@ -222,23 +253,24 @@ class Linear : public mx::Primitive {
           memset(result, 0xff, size_t(row_bytes));
           continue;
         }
-        xs[size_t(e)].push_back(rows.data()[place * M + m]);
-        ys[size_t(e)].push_back(result);
+        const int64_t row = place * M + m;
+        batches[size_t(2 * e + rows.pairs(row))].add(rows.row(row), result);
       }
     }
     std::vector<Product> products;
-    products.reserve(size_t(experts));
+    products.reserve(batches.size());
     std::vector<Piece> pieces;
     const int64_t groups = packed ? base.K / base.w.group : 0;
     const int64_t group_bytes = packed ? int64_t(given[2].itemsize()) : 0;
-    for (int64_t e = 0; e < experts; e++) {
-      if (xs[size_t(e)].empty()) continue;
+    for (size_t i = 0; i < batches.size(); i++) {
+      if (batches[i].x.empty()) continue;
+      const int64_t e = int64_t(i / 2);
       Product p = base;
       p.w.data = static_cast<const char*>(base.w.data) + e * base.N * base.w.row_bytes;
       const int64_t skip = e * base.N * groups * group_bytes;
       if (p.w.scales) p.w.scales = static_cast<const char*>(base.w.scales) + skip;
       if (p.w.biases) p.w.biases = static_cast<const char*>(base.w.biases) + skip;
-      p.x = xs[size_t(e)].data(), p.y = ys[size_t(e)].data(), p.rows = int64_t(xs[size_t(e)].size());
+      fill(p, batches[i], i % 2 != 0);
       products.push_back(p);
       cut(k, products.back(), pieces);
     }
@@ -463,14 +495,20 @@ void multiply_rows(const std::vector<Factored>& layers, const void* x, Type type
     std::vector<int64_t> offsets(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; i++) offsets[size_t(i)] = (m + i) * K;
     const Rows prepared(k, products[0].w, static_cast<const char*>(x), size_t(item), type, offsets.data(), count, 1, K, padded);
-    std::vector<std::vector<void*>> results(layers.size());
+    std::vector<Batch> batches(2 * layers.size());
+    std::vector<Product> filled;
+    filled.reserve(batches.size());
     std::vector<Piece> pieces;
-    for (size_t l = 0; l < layers.size(); l++) {
-      Product& p = products[l];
-      const int64_t bytes = p.N * (p.y_type == Type::f32 ? 4 : 2);
-      for (int64_t i = 0; i < count; i++) results[l].push_back(static_cast<char*>(layers[l].y) + (m + i) * bytes);
-      p.x = prepared.data(), p.y = results[l].data(), p.rows = count;
-      cut(k, p, pieces);
+    for (size_t b = 0; b < batches.size(); b++) {
+      const size_t l = b / 2;
+      const bool pairs = b % 2 != 0;
+      const int64_t bytes = products[l].N * (products[l].y_type == Type::f32 ? 4 : 2);
+      for (int64_t i = 0; i < count; i++) {
+        if (prepared.pairs(i) == pairs) batches[b].add(prepared.row(i), static_cast<char*>(layers[l].y) + (m + i) * bytes);
+      }
+      filled.push_back(products[l]);
+      fill(filled.back(), batches[b], pairs);
+      cut(k, filled.back(), pieces);
     }
     run(k, pieces);
   }

@@ -1,17 +1,28 @@
 // Linear layers over the lanes of one instruction set. Included inside the kernel file's namespace.
 //
-// Row invariance: y[m][n] is one chain per lane, lane l adding x[m][k] * w[n][k] for k = l, l + W, l + 2W, ... with
-// fused multiply-adds, then one fixed tree over the lanes, then the bias. Tiles only choose which (m, n) are
-// computed together and whether w comes from packed codes or from a decoded panel; neither changes a chain.
+// Row invariance: y[m][n] is one chain per lane, lane l adding x[m][k] * w[n][k] for the k that `prepare` and the
+// codes' order put into lane l, in the order of the vectors, with fused multiply-adds, then one fixed tree over the
+// lanes, then the bias. Tiles only choose which (m, n) are computed together, how far a chain is followed before
+// its lanes are put aside, and whether w comes from packed codes or from a decoded panel; none changes a chain.
 
-constexpr int FUSED_ROWS = 8;         // up to here weights are decoded into registers, above into a panel
-constexpr int64_t PANEL = 48 * 1024;  // floats of a decoded panel: it should stay in the second-level cache
-constexpr int64_t SHORT_ROW = 2048;   // bytes of a row that ends before the hardware has learnt to fetch ahead
+constexpr int FUSED_ROWS = 8;             // up to here weights are decoded into registers, above into a panel
+constexpr int BLOCK = 16;                 // columns whose chains are followed together
+constexpr int64_t NEAR = 4096;            // floats of activations that should stay in the first-level cache
+constexpr int64_t PANEL = 48 * 1024;      // floats of a decoded panel: it should stay in the second-level cache
+constexpr int PANEL_COLUMNS = 256;        // at most
+
+// A pointer that the compiler keeps apart: it would count all of a loop from one and run out of registers for the rest.
+template <class T>
+static inline const T* held(const T* p) {
+#if defined(__GNUC__)
+  asm("" : "+r"(p));
+#endif
+  return p;
+}
 
 template <Type type>
 struct Dense {
-  static constexpr bool swapped = false;
-  static constexpr int64_t size = type == Type::f32 ? 4 : 2;
+  static constexpr int64_t bytes = type == Type::f32 ? 4 : 2;
   static inline vec decode(const uint8_t* p) {
     if constexpr (type == Type::f32) return load(reinterpret_cast<const float*>(p));
     if constexpr (type == Type::bf16) return load_bf16(reinterpret_cast<const uint16_t*>(p));
@@ -19,8 +30,8 @@ struct Dense {
   }
   // The last elements of a row, zeros after them.
   static inline vec tail(const uint8_t* p, int64_t count) {
-    alignas(64) uint8_t buffer[W * size] = {};
-    memcpy(buffer, p, size_t(count * size));
+    alignas(64) uint8_t buffer[W * bytes] = {};
+    memcpy(buffer, p, size_t(count * bytes));
     return decode(buffer);
   }
 };
@@ -42,116 +53,204 @@ static void widen(const void* data, Type type, int64_t first, int64_t count, flo
   for (; i < count; i++) out[i] = element(data, type, first + i);
 }
 
-template <int MR, int NR>
-static inline void finish(const Product& p, vec (&acc)[MR][NR], int64_t m, int64_t n) {
-  int64_t columns = p.N - n < NR ? p.N - n : NR;
+static void narrow(const float* in, int64_t count, void* out, Type type, int64_t first) {
+  int64_t i = 0;
+  if (type == Type::bf16) {
+    for (; i + W <= count; i += W) store_bf16(static_cast<uint16_t*>(out) + first + i, load(in + i));
+  } else if (type == Type::f16) {
+    for (; i + W <= count; i += W) store_f16(static_cast<uint16_t*>(out) + first + i, load(in + i));
+  } else {
+    for (; i + W <= count; i += W) store(static_cast<float*>(out) + first + i, load(in + i));
+  }
+  for (; i < count; i++) put(out, type, first + i, in[i]);
+}
+
+// The lanes of MR rows by BLOCK columns, summed and stored.
+template <int MR>
+static void finish(const Product& p, const vec (&acc)[MR][BLOCK], int64_t m, int64_t n, int64_t columns) {
+  float bias[BLOCK] = {};
+  if (p.bias) widen(p.bias, p.bias_type, n, columns, bias);
   for (int i = 0; i < MR; i++) {
-    float out[NR];
-    if constexpr (NR % 4 == 0) {
-      for (int j = 0; j < NR; j += 4) sum4(&acc[i][j], out + j);
-    } else {
-      for (int j = 0; j < NR; j++) out[j] = sum(acc[i][j]);
-    }
+    float out[BLOCK];
+    sum_block(acc[i], out);
     if (p.bias) {
-      for (int64_t j = 0; j < columns; j++) out[j] += element(p.bias, p.bias_type, n + j);
+      for (int j = 0; j < BLOCK; j++) out[j] += bias[j];
     }
-    for (int64_t j = 0; j < columns; j++) put(p.y[m + i], p.y_type, n + j, out[j]);
+    narrow(out, columns, p.y[m + i], p.y_type, n);
   }
 }
 
-template <int MR, int NR>
-static inline void step(vec (&acc)[MR][NR], const vec (&w)[NR], const float* const* x, int64_t k) {
+// MR rows by NR columns of one vector each. Rows that are fewer than the columns stay in registers.
+template <int MR, int NR, class Decode>
+static inline void step(vec (&acc)[MR][NR], const float* const* x, int64_t k, Decode&& decode) {
+  if constexpr (MR < NR) {
+    vec v[MR];
 #pragma GCC unroll 8
-  for (int i = 0; i < MR; i++) {
-    vec v = load(x[i] + k);
-#pragma GCC unroll 8
-    for (int j = 0; j < NR; j++) acc[i][j] = fma(v, w[j], acc[i][j]);
-  }
-}
-
-// MR rows by NR columns straight from packed codes. scales and biases: (NR, K / group) floats.
-template <class D, int bits, int MR, int NR>
-static void packed_tile(const Product& p, int64_t m, int64_t n, const float* scales, const float* biases) {
-  vec acc[MR][NR];
-  for (auto& row : acc)
-    for (auto& a : row) a = zero();
-  const uint8_t* codes[NR];
-  for (int j = 0; j < NR; j++) {
-    int64_t column = n + j < p.N ? n + j : p.N - 1;  // past the end: computed again, never stored
-    codes[j] = static_cast<const uint8_t*>(p.w.data) + column * p.w.row_bytes;
-  }
-  const int size = p.w.group;
-  const int64_t groups = p.K / size, group_bytes = int64_t(size) * bits / 8, ahead = NR * p.w.row_bytes;
-  const bool near = p.w.row_bytes <= SHORT_ROW;
-  for (int64_t g = 0; g < groups; g++) {
-    typename D::Group group[NR];
-    if (near) {
-      for (int j = 0; j < NR; j++) __builtin_prefetch(codes[j] + ahead, 0, 2);
-    }
+    for (int i = 0; i < MR; i++) v[i] = held(load(x[i] + k));
 #pragma GCC unroll 8
     for (int j = 0; j < NR; j++) {
-      group[j] = D::group(codes[j], scales[j * groups + g], biases[j * groups + g], size);
-    }
-    for (int k = 0; k < size; k += W) {
-      vec w[NR];
+      vec w = decode(j);
 #pragma GCC unroll 8
-      for (int j = 0; j < NR; j++) w[j] = D::decode(codes[j] + k * bits / 8, group[j], k);
-      step<MR, NR>(acc, w, p.x + m, g * size + k);
+      for (int i = 0; i < MR; i++) acc[i][j] = fma(v[i], w, acc[i][j]);
     }
-    for (int j = 0; j < NR; j++) codes[j] += group_bytes;
-  }
-  finish<MR, NR>(p, acc, m, n);
-}
-
-template <class D, int MR, int NR>
-static void dense_tile(const Product& p, int64_t m, int64_t n) {
-  vec acc[MR][NR];
-  for (auto& row : acc)
-    for (auto& a : row) a = zero();
-  const uint8_t* data[NR];
-  for (int j = 0; j < NR; j++) {
-    int64_t column = n + j < p.N ? n + j : p.N - 1;
-    data[j] = static_cast<const uint8_t*>(p.w.data) + (column - p.origin) * p.w.row_bytes;
-  }
-  int64_t k = 0;
-  for (; k + W <= p.K; k += W) {
+  } else {
     vec w[NR];
 #pragma GCC unroll 8
-    for (int j = 0; j < NR; j++) w[j] = D::decode(data[j] + k * D::size);
-    step<MR, NR>(acc, w, p.x + m, k);
-  }
-  if (k < p.K) {
-    vec w[NR];
-    for (int j = 0; j < NR; j++) w[j] = D::tail(data[j] + k * D::size, p.K - k);
-    step<MR, NR>(acc, w, p.x + m, k);
-  }
-  finish<MR, NR>(p, acc, m, n);
-}
-
-// Scales and biases of `columns` columns from n on, as floats.
-static void group_floats(const Product& p, int64_t n, int columns, float* scales, float* biases) {
-  const int64_t groups = p.K / p.w.group;
-  for (int j = 0; j < columns; j++) {
-    int64_t column = n + j < p.N ? n + j : p.N - 1;
-    widen(p.w.scales, p.w.scale_type, column * groups, groups, scales + j * groups);
-    if (p.w.biases) {
-      widen(p.w.biases, p.w.scale_type, column * groups, groups, biases + j * groups);
-    } else {
-      for (int64_t g = 0; g < groups; g++) biases[j * groups + g] = 0;
+    for (int j = 0; j < NR; j++) w[j] = decode(j);
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++) {
+      vec v = held(load(x[i] + k));
+#pragma GCC unroll 8
+      for (int j = 0; j < NR; j++) acc[i][j] = fma(v, w[j], acc[i][j]);
     }
   }
 }
 
-template <class D, int bits>
+template <int MR, int NR>
+struct Chains {
+  vec now[MR][NR];
+  inline void take(const vec (&acc)[MR][BLOCK], int64_t j) {
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+      for (int c = 0; c < NR; c++) now[i][c] = acc[i][j + c];
+  }
+  inline void put_back(vec (&acc)[MR][BLOCK], int64_t j) const {
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+      for (int c = 0; c < NR; c++) acc[i][j + c] = now[i][c];
+  }
+};
+
+// Where to fetch from, after a block's first byte, while bytes `from` to `to` of column j and its neighbours are
+// read: the next block, from end to end, which memory delivers faster than pieces of its columns.
+static inline int64_t ahead(int64_t row_bytes, int64_t j, int64_t from, int64_t to) {
+  return BLOCK * (row_bytes + from) + j * (to - from);
+}
+
+// A block of packed columns. Past the last column the last one is computed again and never stored.
+template <class D, int bits, int group_size>
+struct PackedBlock {
+  const Product& p;
+  const uint8_t* codes;  // of the first column
+  const float* scales;   // (BLOCK, K / group, 2): scale and bias
+
+  template <int MR>
+  inline void start(vec (&acc)[MR][BLOCK], const float* const*, int64_t) const {
+    for (auto& row : acc)
+      for (auto& a : row) a = zero();
+  }
+
+  // Continues the chains of columns j to j + NR from k = `from` to `to`, both multiples of any group.
+  template <int MR, int NR>
+  inline void follow(vec (&acc)[MR][BLOCK], const float* const* x, int64_t j, int64_t columns, int64_t from, int64_t to) const {
+    const int size = group_size ? group_size : p.w.group;
+    const int64_t groups = p.K / size, group_bytes = int64_t(size) * bits / 8;
+    Chains<MR, NR> chains;
+    chains.take(acc, j);
+    const uint8_t* at[NR];
+    const float* scale[NR];
+#pragma GCC unroll 8
+    for (int c = 0; c < NR; c++) {
+      const int64_t column = j + c < columns ? j + c : columns - 1;
+      at[c] = codes + column * p.w.row_bytes + from * bits / 8;
+      scale[c] = scales + 2 * (column * groups + from / size);
+    }
+    const uint8_t* next = codes + ahead(p.w.row_bytes, j, from * bits / 8, to * bits / 8);
+    for (int64_t first = from; first < to; first += size, next += NR * group_bytes) {
+      typename D::Group group[NR];
+      for (int64_t byte = 0; byte < NR * group_bytes; byte += 64) __builtin_prefetch(next + byte, 0, 2);
+#pragma GCC unroll 8
+      for (int c = 0; c < NR; c++) {
+        group[c] = D::group(at[c], scale[c][0], scale[c][1], size);
+      }
+      auto one = [&](int k) {
+        step<MR, NR>(chains.now, x, first + k, [&](int c) { return D::decode(at[c] + k * bits / 8, group[c], k); });
+      };
+      if constexpr (group_size != 0) {
+#pragma GCC unroll 8
+        for (int k = 0; k < group_size; k += W) one(k);
+      } else {
+        for (int k = 0; k < size; k += W) one(k);
+      }
+#pragma GCC unroll 8
+      for (int c = 0; c < NR; c++) at[c] = held(at[c] + group_bytes), scale[c] = held(scale[c] + 2);
+    }
+    chains.put_back(acc, j);
+  }
+};
+
+// A block of columns of plain elements, `stride` bytes apart.
+template <class D>
+struct PlainBlock {
+  const Product& p;
+  const uint8_t* data;  // of the first column
+  int64_t stride;
+  bool fetch;
+
+  template <int MR>
+  inline void start(vec (&acc)[MR][BLOCK], const float* const*, int64_t) const {
+    for (auto& row : acc)
+      for (auto& a : row) a = zero();
+  }
+
+  template <int MR, int NR>
+  inline void follow(vec (&acc)[MR][BLOCK], const float* const* x, int64_t j, int64_t columns, int64_t from, int64_t to) const {
+    Chains<MR, NR> chains;
+    chains.take(acc, j);
+    const uint8_t* at[NR];
+#pragma GCC unroll 8
+    for (int c = 0; c < NR; c++) at[c] = data + (j + c < columns ? j + c : columns - 1) * stride;
+    const uint8_t* next = data + ahead(stride, j, from * D::bytes, to * D::bytes);
+    int64_t k = from;
+    for (; k + W <= to; k += W, next += NR * W * D::bytes) {
+      if (fetch) {
+        for (int byte = 0; byte < NR * W * D::bytes; byte += 64) __builtin_prefetch(next + byte, 0, 2);
+      }
+      step<MR, NR>(chains.now, x, k, [&](int c) { return D::decode(at[c] + k * D::bytes); });
+    }
+    if (k < to) step<MR, NR>(chains.now, x, k, [&](int c) { return D::tail(at[c] + k * D::bytes, to - k); });
+    chains.put_back(acc, j);
+  }
+};
+
+// MR rows from m on by `columns` (at most BLOCK) from n on.
+template <int MR, int NR, class Source>
+static inline void follow_block(const Product& p, const Source& source, int64_t K, int64_t m, int64_t n, int64_t columns) {
+  constexpr int64_t chunk = NEAR / MR / 128 * 128;
+  static_assert(chunk > 0 && BLOCK % NR == 0 && BLOCK % 4 == 0);
+  vec acc[MR][BLOCK];
+  source.template start<MR>(acc, p.x + m, columns);
+  for (int64_t from = 0; from < K; from += chunk) {
+    const int64_t to = from + chunk < K ? from + chunk : K;
+    for (int64_t j = 0; j < columns; j += NR) source.template follow<MR, NR>(acc, p.x + m, j, columns, from, to);
+  }
+  finish<MR>(p, acc, m, n, columns);
+}
+
+// Scale and bias of every group of `columns` columns from n on, as pairs of floats.
+static void group_floats(const Product& p, int64_t n, int64_t columns, float* out) {
+  const int64_t first = n * (p.K / p.w.group), count = columns * (p.K / p.w.group);
+  float scales[8 * W], biases[8 * W] = {};
+  for (int64_t i = 0; i < count; i += 8 * W) {
+    const int64_t some = count - i < 8 * W ? count - i : 8 * W;
+    widen(p.w.scales, p.w.scale_type, first + i, some, scales);
+    if (p.w.biases) widen(p.w.biases, p.w.scale_type, first + i, some, biases);
+    for (int64_t g = 0; g < some; g++) out[2 * (i + g)] = scales[g], out[2 * (i + g) + 1] = biases[g];
+  }
+}
+
+// group_size is 0 where the code does not know it.
+template <class D, int bits, int group_size = 0>
 struct Packed {
   template <int MR>
   static void fused(const Product& p, int64_t first, int64_t last) {
-    constexpr int NR = tile_columns(MR);
-    const int64_t groups = p.K / p.w.group;
-    float *scales = p.scratch, *biases = p.scratch + NR * groups;
-    for (int64_t n = first; n < last; n += NR) {
-      group_floats(p, n, NR, scales, biases);
-      packed_tile<D, bits, MR, NR>(p, 0, n, scales, biases);
+    for (int64_t n = first; n < last; n += BLOCK) {
+      const int64_t columns = last - n < BLOCK ? last - n : BLOCK;
+      group_floats(p, n, columns, p.scratch);
+      const uint8_t* codes = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
+      follow_block<MR, tile_columns(MR)>(p, PackedBlock<D, bits, group_size>{p, codes, p.scratch}, p.K, 0, n, columns);
     }
   }
 
@@ -172,21 +271,33 @@ template <class D>
 struct Plain {
   template <int MR>
   static void fused(const Product& p, int64_t first, int64_t last) {
-    constexpr int NR = tile_columns(MR);
-    for (int64_t n = first; n < last; n += NR) dense_tile<D, MR, NR>(p, 0, n);
+    for (int64_t n = first; n < last; n += BLOCK) {
+      const int64_t columns = last - n < BLOCK ? last - n : BLOCK;
+      const uint8_t* data = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
+      follow_block<MR, tile_columns(MR)>(p, PlainBlock<D>{p, data, p.w.row_bytes, true}, p.K, 0, n, columns);
+    }
   }
 
   static void decode_row(const Product& p, int64_t n, float* out) {
     const uint8_t* data = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
     int64_t k = 0;
-    for (; k + W <= p.K; k += W) store(out + k, D::decode(data + k * D::size));
-    if (k < p.K) store(out + k, D::tail(data + k * D::size, p.K - k));
+    for (; k + W <= p.K; k += W) store(out + k, D::decode(data + k * D::bytes));
+    if (k < p.K) store(out + k, D::tail(data + k * D::bytes, p.K - k));
   }
 };
 
 static int64_t panel_columns(int64_t padded) {
-  int64_t columns = PANEL / (padded ? padded : 1) / BLOCK_COLUMNS * BLOCK_COLUMNS;
-  return columns < BLOCK_COLUMNS ? BLOCK_COLUMNS : columns > 256 ? 256 : columns;
+  int64_t columns = PANEL / (padded ? padded : 1) / BLOCK * BLOCK;
+  return columns < BLOCK ? BLOCK : columns > PANEL_COLUMNS ? PANEL_COLUMNS : columns;
+}
+
+template <int MR>
+static void panel_rows(const Product& p, int64_t m, int64_t n, int64_t columns) {
+  for (int64_t j = 0; j < columns; j += BLOCK) {
+    const uint8_t* data = reinterpret_cast<const uint8_t*>(p.scratch + j * p.padded);
+    const int64_t some = columns - j < BLOCK ? columns - j : BLOCK;
+    follow_block<MR, BLOCK_COLUMNS>(p, PlainBlock<Dense<Type::f32>>{p, data, p.padded * 4, false}, p.padded, m, n + j, some);
+  }
 }
 
 // Many rows: decode a panel of columns once, then multiply every row with it.
@@ -196,20 +307,26 @@ static void blocked(const Product& p, int64_t first, int64_t last) {
   for (int64_t n = first; n < last; n += step) {
     int64_t columns = last - n < step ? last - n : step;
     for (int64_t j = 0; j < columns; j++) S::decode_row(p, n + j, p.scratch + j * p.padded);
-    Product panel = p;
-    panel.w = {Format::dense, Type::f32, 32, 0, Type::f32, p.scratch, nullptr, nullptr, p.padded * 4};
-    panel.origin = n;
-    panel.K = p.padded;
-    panel.N = n + columns;
     int64_t m = 0;
-    for (; m + BLOCK_ROWS <= p.rows; m += BLOCK_ROWS)
-      for (int64_t j = n; j < n + columns; j += BLOCK_COLUMNS)
-        dense_tile<Dense<Type::f32>, BLOCK_ROWS, BLOCK_COLUMNS>(panel, m, j);
-    for (; m < p.rows; m++)
-      for (int64_t j = n; j < n + columns; j += BLOCK_COLUMNS)
-        dense_tile<Dense<Type::f32>, 1, BLOCK_COLUMNS>(panel, m, j);
+    for (; m + BLOCK_ROWS <= p.rows; m += BLOCK_ROWS) panel_rows<BLOCK_ROWS>(p, m, n, columns);
+    switch (p.rows - m) {
+      case 1: panel_rows<1>(p, m, n, columns); break;
+      case 2: panel_rows<2>(p, m, n, columns); break;
+      case 3: panel_rows<3>(p, m, n, columns); break;
+      case 4: panel_rows<4>(p, m, n, columns); break;
+      case 5: panel_rows<5>(p, m, n, columns); break;
+    }
   }
 }
+
+#ifdef SPEC_PAIRS
+#include "pairs.inl"
+#else
+static bool pairs(const Weights&, Type) { return false; }
+static bool prepare_pairs(const Weights&, const void*, int64_t, int64_t, float*) { return false; }
+static void product_of_pairs(const Product&, int64_t, int64_t) {}
+static int64_t pair_scratch(const Product&) { return 0; }
+#endif
 
 template <class S>
 static void multiply(const Product& p, int64_t first, int64_t last) {
@@ -227,7 +344,18 @@ static void multiply(const Product& p, int64_t first, int64_t last) {
   }
 }
 
+// Sizes of groups known when compiled, where that is worth its code.
+template <class D, int bits>
+static void by_size(const Product& p, int64_t first, int64_t last) {
+  if constexpr (UNROLLED) {
+    if (p.w.group == 32) return multiply<Packed<D, bits, 32>>(p, first, last);
+    if (p.w.group == 64) return multiply<Packed<D, bits, 64>>(p, first, last);
+  }
+  multiply<Packed<D, bits>>(p, first, last);
+}
+
 static void product(const Product& p, int64_t first, int64_t last) {
+  if (p.pairs) return product_of_pairs(p, first, last);
   if (p.w.format == Format::dense) {
     switch (p.w.type) {
       case Type::bf16: return multiply<Plain<Dense<Type::bf16>>>(p, first, last);
@@ -235,25 +363,24 @@ static void product(const Product& p, int64_t first, int64_t last) {
       default: return multiply<Plain<Dense<Type::f32>>>(p, first, last);
     }
   }
-  if (p.w.format == Format::fp4) return multiply<Packed<Fp4, 4>>(p, first, last);
+  if (p.w.format == Format::fp4) return by_size<Fp4, 4>(p, first, last);
   switch (p.w.bits) {
     case 2: return multiply<Packed<Affine<2>, 2>>(p, first, last);
     case 3: return multiply<Packed<Affine<3>, 3>>(p, first, last);
-    case 4: return multiply<Packed<Affine<4>, 4>>(p, first, last);
+    case 4: return by_size<Affine<4>, 4>(p, first, last);
     case 5: return multiply<Packed<Affine<5>, 5>>(p, first, last);
     case 6: return multiply<Packed<Affine<6>, 6>>(p, first, last);
-    default: return multiply<Packed<Affine<8>, 8>>(p, first, last);
+    default: return by_size<Affine<8>, 8>(p, first, last);
   }
 }
 
 static int64_t scratch_floats(const Product& p) {
+  if (p.pairs) return pair_scratch(p);
   if (p.rows > FUSED_ROWS) return panel_columns(p.padded) * p.padded;
-  return p.w.format == Format::dense ? 0 : 2 * tile_columns(int(p.rows)) * (p.K / p.w.group);
+  return p.w.format == Format::dense ? 0 : 2 * BLOCK * (p.K / p.w.group);
 }
 
-static int64_t columns(const Product& p) {
-  return p.rows > FUSED_ROWS ? panel_columns(p.padded) : tile_columns(int(p.rows));
-}
+static int64_t columns(const Product&) { return BLOCK; }
 
 static bool swapped(const Weights& w) {
   if (w.format == Format::fp4) return Fp4::swapped;

@@ -38,13 +38,19 @@ void linger(Ready&& ready) {
   }
 }
 
+// Tasks in a row that one thread begins with.
+struct alignas(64) Share {
+  std::atomic<int64_t> next{0};
+  int64_t end = 0;
+};
+
 class Pool {
  public:
-  explicit Pool(int threads) : size_(threads) {
+  explicit Pool(int threads) : size_(threads), shares_(size_t(threads)) {
     sigset_t all, before;  // signals belong to the program's own threads
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+    for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
@@ -63,8 +69,11 @@ class Pool {
   void run(int64_t count, void (*task)(void*, int64_t), void* context) {
     {
       std::lock_guard lock(mutex_);
-      task_ = task, context_ = context, count_ = count;
-      next_.store(0, std::memory_order_relaxed);
+      task_ = task, context_ = context;
+      for (int64_t i = 0; i < size_; i++) {
+        shares_[size_t(i)].next.store(count * i / size_, std::memory_order_relaxed);
+        shares_[size_t(i)].end = count * (i + 1) / size_;
+      }
       open_ = true;
       version_.fetch_add(1, std::memory_order_release);
     }
@@ -73,7 +82,7 @@ class Pool {
     } else {
       wake_.notify_all();
     }
-    take();
+    take(0);
     auto left = [this] { return inside_.load(std::memory_order_acquire) == 0; };
     {
       std::lock_guard lock(mutex_);
@@ -85,11 +94,15 @@ class Pool {
   }
 
  private:
-  void take() {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) task_(context_, i);
+  // One's own share first, in its order: a thread that reads on where it has been reads ahead. Then the others'.
+  void take(int self) {
+    for (int k = 0; k < size_; k++) {
+      Share& share = shares_[size_t((self + k) % size_)];
+      for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) task_(context_, i);
+    }
   }
 
-  void work() {
+  void work(int self) {
     uint64_t seen = 0;
     for (;;) {
       linger([&] { return version_.load(std::memory_order_acquire) != seen; });
@@ -100,7 +113,7 @@ class Pool {
       if (!open_) continue;
       inside_.fetch_add(1, std::memory_order_relaxed);
       lock.unlock();
-      take();
+      take(self);
       if (inside_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
         lock.lock();  // whoever waits has either seen the zero or sleeps
         done_.notify_one();
@@ -112,11 +125,10 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::atomic<uint64_t> version_{0};
-  std::atomic<int64_t> next_{0};
   std::atomic<int> inside_{0};
   void (*task_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
-  int64_t count_ = 0;
+  std::vector<Share> shares_;
   bool open_ = false, stop_ = false;
   std::vector<std::thread> workers_;
 };

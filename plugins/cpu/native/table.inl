@@ -15,6 +15,8 @@ static constexpr Kernels table(const char* name) {
       .columns = columns,
       .product = product,
       .prepare = prepare,
+      .pairs = pairs,
+      .prepare_pairs = prepare_pairs,
       .width = W,
       .direct = direct,
       .rms = rms,

@@ -9,6 +9,12 @@ static inline vec load(const float* p) { return _mm256_loadu_ps(p); }
 static inline void store(float* p, vec v) { _mm256_storeu_ps(p, v); }
 static inline vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 
+// v, in a register: a compiler would read it again for every product it is in.
+static inline vec held(vec v) {
+  asm("" : "+x"(v));
+  return v;
+}
+
 // The pairwise tree of the lanes: halves are added until one is left.
 static inline float sum(vec v) {
   __m128 b = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -23,6 +29,10 @@ static inline void sum4(const vec* v, float* out) {
   __m128 l01 = _mm_add_ps(_mm_movelh_ps(q[0], q[1]), _mm_movehl_ps(q[1], q[0]));
   __m128 l23 = _mm_add_ps(_mm_movelh_ps(q[2], q[3]), _mm_movehl_ps(q[3], q[2]));
   _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(l01, l23, 0x88), _mm_shuffle_ps(l01, l23, 0xdd)));
+}
+
+static inline void sum_block(const vec* v, float* out) {
+  for (int i = 0; i < 16; i += 4) sum4(v + i, out + i);
 }
 
 static inline vec maximum(vec a, vec b) { return _mm256_max_ps(a, b); }
@@ -128,3 +138,4 @@ struct Fp4 {
 
 constexpr int tile_columns(int rows) { return rows == 1 ? 4 : rows <= 4 ? 2 : 1; }
 constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 2;
+constexpr bool UNROLLED = false;  // whether loops over a group are

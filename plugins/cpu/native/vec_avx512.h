@@ -9,6 +9,12 @@ static inline vec load(const float* p) { return _mm512_loadu_ps(p); }
 static inline void store(float* p, vec v) { _mm512_storeu_ps(p, v); }
 static inline vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 
+// v, in a register: a compiler would read it again for every product it is in.
+static inline vec held(vec v) {
+  asm("" : "+v"(v));
+  return v;
+}
+
 // The pairwise tree of the lanes: halves are added until one is left.
 static inline float sum(vec v) {
   __m256 a = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
@@ -27,6 +33,24 @@ static inline void sum4(const vec* v, float* out) {
   __m128 l01 = _mm_add_ps(_mm_movelh_ps(q[0], q[1]), _mm_movehl_ps(q[1], q[0]));
   __m128 l23 = _mm_add_ps(_mm_movelh_ps(q[2], q[3]), _mm_movehl_ps(q[3], q[2]));
   _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(l01, l23, 0x88), _mm_shuffle_ps(l01, l23, 0xdd)));
+}
+
+// The same tree for sixteen vectors at once.
+static inline void sum_block(const vec* v, float* out) {
+  vec t[8], u[4], q[2];
+  for (int i = 0; i < 8; i++) {
+    t[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x44), _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xee));
+  }
+  for (int i = 0; i < 4; i++) {
+    u[i] = _mm512_add_ps(_mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0x88), _mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0xdd));
+  }
+  for (int i = 0; i < 2; i++) {
+    __m512d a = _mm512_castps_pd(u[2 * i]), b = _mm512_castps_pd(u[2 * i + 1]);
+    q[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  vec r = _mm512_add_ps(_mm512_shuffle_ps(q[0], q[1], 0x88), _mm512_shuffle_ps(q[0], q[1], 0xdd));
+  const __m512i columns = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+  _mm512_storeu_ps(out, _mm512_permutexvar_ps(columns, r));
 }
 
 static inline vec maximum(vec a, vec b) { return _mm512_max_ps(a, b); }
@@ -81,6 +105,12 @@ static inline __m512i lane_numbers() {
 
 static inline __m512i times(__m512i v, int n) { return _mm512_mullo_epi32(v, _mm512_set1_epi32(n)); }
 
+// Sixteen 4-bit codes as indices of which the low four bits count: lane 2i holds code i and lane 2i + 1 code 8 + i.
+static inline __m512i nibbles(const uint8_t* codes) {
+  const __m512i both = _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+  return _mm512_srlv_epi32(both, times(_mm512_srli_epi32(lane_numbers(), 1), 4));
+}
+
 // Codes of up to four bits select from a table of the sixteen values a group can take.
 template <int bits>
 struct Affine {
@@ -105,10 +135,7 @@ struct Affine {
   // Sixteen weights from their packed codes. For 4 bits, lane 2i holds code i and lane 2i + 1 code 8 + i.
   static inline vec decode(const uint8_t* codes, const Group& g, int) {
     if constexpr (bits == 4) {
-      long long word;
-      memcpy(&word, codes, 8);
-      __m512i shift = times(_mm512_srli_epi32(lane_numbers(), 1), 4);
-      return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(word), shift), g.low);
+      return _mm512_permutexvar_ps(nibbles(codes), g.low);
     } else if constexpr (bits == 2) {
       int word;
       memcpy(&word, codes, 4);
@@ -140,13 +167,11 @@ struct Fp4 {
     return {_mm512_mul_ps(values, ones(scale))};
   }
   static inline vec decode(const uint8_t* codes, const Group& g, int) {
-    long long word;
-    memcpy(&word, codes, 8);
-    __m512i shift = times(_mm512_srli_epi32(lane_numbers(), 1), 4);
-    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(word), shift), g.low);
+    return _mm512_permutexvar_ps(nibbles(codes), g.low);
   }
 };
 
 // Rows times columns of the register tile, by rows; what a tile of many rows has.
-constexpr int tile_columns(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 4 : 3; }
+constexpr int tile_columns(int rows) { return rows <= 4 ? 4 : 2; }
 constexpr int BLOCK_ROWS = 6, BLOCK_COLUMNS = 4;
+constexpr bool UNROLLED = true;  // whether loops over a group are

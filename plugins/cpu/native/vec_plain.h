@@ -24,6 +24,8 @@ static inline vec fma(vec a, vec b, vec c) {
 }
 #endif
 
+static inline vec held(vec v) { return v; }
+
 #define LANES(expression)                              \
   float p[W], q[W], r[W];                              \
   store(p, a), store(q, b);                            \
@@ -65,6 +67,10 @@ static inline float sum(vec v) {
 
 static inline void sum4(const vec* v, float* out) {
   for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
+}
+
+static inline void sum_block(const vec* v, float* out) {
+  for (int i = 0; i < 16; i++) out[i] = sum(v[i]);
 }
 
 static inline vec load_bf16(const uint16_t* p) {
@@ -130,3 +136,4 @@ struct Fp4 {
 
 constexpr int tile_columns(int rows) { return rows <= 2 ? 4 : 2; }
 constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 4;
+constexpr bool UNROLLED = false;  // whether loops over a group are

@@ -22,6 +22,7 @@ from mlx_spec_cpu.operations import (
 
 SETS = load().kernel_names().split(",")
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
+PAIRED = [Packing("affine", 4, 64), Packing("affine", 8, 32), Packing("mxfp4", 4, 32)]
 TOLERANCE = {mx.float32: 2e-6, mx.bfloat16: 8e-3, mx.float16: 1e-3}
 DENSE_K, PACKED_K, N = 389, 384, 83
 ROWS = 37
@@ -146,6 +147,50 @@ def test_it_is_close_to_mlx(library: Any, packing: Packing) -> None:
     assert np.abs(as_float64(ours) - as_float64(theirs)).max() < 1e-5 * np.abs(as_float64(theirs)).max()
 
 
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("K", [128, 416, 1152], ids="K{}".format)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bfloat16_rows_are_summed_as_floats(library: Any, bits: int, group: int, K: int, kernels: str) -> None:
+    assert library.use_kernels(kernels)
+    K = K // group * group
+    layer, x = make_layer(Packing("affine", bits, group), mx.float32, N, K), activations(11, K, mx.bfloat16)
+    y = check_blocks(library, layer, x, [*range(1, 10), 11])
+    theirs = linear_reference(x.astype(mx.float32), **layer.arguments)
+    assert y.dtype == mx.float32
+    assert np.abs(as_float64(y) - as_float64(theirs)).max() < 1e-5 * np.abs(as_float64(theirs)).max()
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("packing", PAIRED, ids=str)
+def test_values_that_overflow_when_multiplied_with_codes(library: Any, packing: Packing, kernels: str) -> None:
+    """Rows beyond what codes can be multiplied with, among ordinary ones: each is the row it is alone."""
+    assert library.use_kernels(kernels)
+    layer, x = make_layer(packing, mx.bfloat16, 21, 128), activations(9, 128, mx.bfloat16)
+    large = mx.array([[1.0], [1e37], [1.0], [mx.inf], [1.0], [-3e38], [mx.nan], [1.0], [1.0]], mx.bfloat16)
+    first = mx.arange(128) == 5
+    x = mx.where(first, large, x)
+    y = check_blocks(library, layer, x, [2, 4, 7, 9])
+    with np.errstate(invalid="ignore"):
+        theirs = as_float64(linear_reference(x.astype(mx.float32), **layer.arguments))
+    ours = as_float64(y)
+    assert (np.isnan(ours) == np.isnan(theirs)).all()
+    assert (np.isposinf(ours[3]) == np.isposinf(theirs[3])).all()
+    finite = np.abs(theirs) < 1e38
+    assert np.allclose(ours[finite], theirs[finite], rtol=2e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packing", [Packing("dense"), Packing("affine", 4, 32), Packing("affine", 8, 64)], ids=str)
+def test_rows_longer_than_a_cache(library: Any, packing: Packing, dtype: mx.Dtype, kernels: str) -> None:
+    assert library.use_kernels(kernels)
+    layer, x = make_layer(packing, dtype, 19, 4160), activations(10, 4160, dtype)
+    y = check_blocks(library, layer, x, [1, 2, 5, 8, 10])
+    exact = as_float64(x) @ layer.exact.T
+    assert np.abs(as_float64(y) - exact).max() < TOLERANCE[dtype] * np.abs(exact).max()
+
+
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("w_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("packing", [Packing("dense"), Packing("affine", 4, 32)], ids=str)
@@ -180,6 +225,17 @@ def test_experts_give_the_rows_of_their_own_layer(library: Any, packing: Packing
     for row in range(23):
         for place, expert in enumerate(chosen[row].tolist()):
             assert raw(y[row, place]) == raw(library.linear(x[row : row + 1], **layers[expert].arguments))
+
+
+def test_experts_of_rows_that_are_multiplied_in_two_ways(library: Any) -> None:
+    """Ordinary and infinite rows of the same expert, in bfloat16: each is the row of its own layer."""
+    layers = [make_layer(Packing("affine", 4, 64), mx.bfloat16, 29, 128, seed) for seed in range(3)]
+    arrays = {name: mx.stack([layer.arguments[name] for layer in layers]) for name in ("weight", "scales", "biases")}
+    x = mx.where(mx.arange(12)[:, None] % 3 == 1, mx.array(mx.inf, mx.bfloat16), activations(12, 128, mx.bfloat16))
+    chosen = mx.array([row % 2 for row in range(12)], mx.uint32)[:, None]
+    y = library.gathered(x[:, None, None, :], indices=chosen, **{**layers[0].arguments, **arrays})
+    for row in range(12):
+        assert raw(y[row, 0]) == raw(library.linear(x[row : row + 1], **layers[row % 2].arguments))
 
 
 def test_sorted_experts_are_the_same_rows(library: Any) -> None:
