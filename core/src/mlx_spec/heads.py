@@ -108,7 +108,7 @@ def _about_heads(config: Mapping[str, Any], index: Mapping[str, TensorInfo]) -> 
         names = ", ".join(head.prefix for head in heads)
         yield Finding(
             "C02", "warning", subject, f"tensors under {names}", f"one of {', '.join(PROMISES)} in config.json",
-            "The head is ignored; add the key from the original config.json to use it",
+            "Add the key from the original config.json; without it a head may stay unused",
         )  # fmt: skip
     elif promised and found != promised:
         yield Finding(

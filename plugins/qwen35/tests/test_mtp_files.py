@@ -114,6 +114,22 @@ def test_a_label_that_the_values_contradict_is_told_and_can_be_overruled(
     assert mx.allclose(pair.drafter.model.head.norm.weight, right, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(("label", "form"), [("pt", "deltas"), ("mlx", "weights")])
+def test_a_drafter_directory_that_kept_the_prefix_is_read_by_its_label(
+    mtp_dirs: MakePair, tmp_path: Path, label: str, form: str
+) -> None:
+    target, head = mtp_dirs(drafter="mtp")
+    path = Path(shutil.copytree(head, tmp_path / "head"))
+    weights = {
+        f"mtp.{n}": v - (form == "deltas" and "norm" in n) for n, v in mx.load(str(path / "model.safetensors")).items()
+    }
+    mx.eval(weights)
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": label})
+    assert norm_form(find_head(open_ref(path))).form == form
+    right = Ours(target, head).drafter.model.head.norm.weight
+    assert mx.allclose(Ours(target, path).drafter.model.head.norm.weight, right, rtol=0, atol=1e-6)
+
+
 def test_values_are_read_in_every_dtype_of_norms(copied: Callable[..., Path]) -> None:
     for dtype in (mx.bfloat16, mx.float16):
         path = copied(lambda w, d=dtype: {n: v.astype(d) for n, v in lowered(w).items()}, None)

@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mtp-moe-4bit": {"drafter": "mtp", "variant": "moe", "bits": 4},
     "own-4bit": {"drafter": "own", "bits": 4, "wrapper": True},
     "mtp-three-layers": {"drafter": "mtp", "mtp_num_hidden_layers": 3},
+    "own-eight-layers": {"drafter": "own", "mtp_num_hidden_layers": 8, "intermediate_size": 32},
     "mtp-three-layers-tied": {"drafter": "mtp", "variant": "tied", "mtp_num_hidden_layers": 3},
 }
 MakePair = Callable[..., Any]
