@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,30 @@ def test_only_the_files_that_hold_the_head_have_to_be_there(source, tmp_path):
     assert tensor_index(part.out).keys() == tensor_index(whole.out).keys()
     record = recorded([part.out / "model.safetensors"])
     assert record.whole == "" and record.norms == {}  # the files with norms were not there
+
+
+def test_of_a_hub_id_only_those_files_are_fetched(source, tmp_path, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    cache, fetched = tmp_path / "cache", []
+    cache.mkdir()
+
+    def snapshot_download(repo, *, revision=None, local_files_only=False, allow_patterns=()):
+        assert (repo, revision) == ("owner/name", "v2")
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
+        for file in source.iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                fetched.append(file.name)
+                shutil.copy(file, cache)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    out = CliRunner().invoke(cli, ["split-mtp", "-m", "owner/name@v2", "-o", str(tmp_path / "head"), "--json"])
+    assert out.exit_code == 0, out.output
+    assert {name for name in fetched if name.endswith(".safetensors")} == {"model-00004-of-00004.safetensors"}
+    assert set(tensor_index(tmp_path / "head")) == {name.removeprefix("mtp.") for name in HEAD}
 
 
 def test_options_reach_the_plugin(source, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .checkpoint import read_config
@@ -40,6 +40,28 @@ def resolve(name: str | Path, *, download: bool = True, root: Path | None = None
     if not _is_dir(path):
         path = _from_hub(text, path, download and root is None)
     return ModelRef(name=text, path=path, config=read_config(path) if config else {})
+
+
+def resolve_part(name: str, wanted: Callable[[str], bool]) -> ModelRef:
+    """As `resolve`, for who needs only tensors `wanted` by name: no other file of a hub id is fetched.
+
+    Files that hold a drafter head beside the model are fetched too, a model without an index whole.
+    """
+    from .tensorfiles import HEAD_STEMS, weight_map
+
+    _refuse_bad_name(name)
+    if _is_dir(_at_home(name)) or not _HUB_ID.fullmatch(name):
+        return resolve(name)
+    repo, _, revision = name.partition("@")
+    cached = _cached(repo, revision or None)
+    if cached is not None and is_complete(cached):
+        return resolve(name)
+    small = ("config.json", "*.index.json")
+    index = weight_map(_download(repo, revision or None, small), "model")
+    shards = sorted({file for tensor, file in index.items() if wanted(tensor)}) if index else ["*.safetensors"]
+    beside = [f"{stem}.safetensors" for stem in HEAD_STEMS]
+    path = _download(repo, revision or None, [*small, *beside, *shards])
+    return ModelRef(name=name, path=path, config=read_config(path))
 
 
 def _refuse_bad_name(text: str) -> None:

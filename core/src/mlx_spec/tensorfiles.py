@@ -112,7 +112,7 @@ def head_index(path: Path) -> dict[str, TensorInfo]:
     present = [file for file in files if file.exists()]
     if not present:
         return {}
-    own = set(weight_files(path))
+    own = {path / name for name in weight_map(path, "model").values()}
     return {name: info for file in present if file not in own for name, info in read_header(file).items()}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +18,9 @@ from mlx_spec.cli import cli
 from mlx_spec.conversion.checkpoint import Options, convert
 from mlx_spec.conversion.head import HEAD_FILE, split
 from mlx_spec.conversion.quantise import read_quantisation
-from mlx_spec.errors import LoadError, PairError
+from mlx_spec.errors import LoadError, PairError, RefusedError
 from mlx_spec.loading import open_ref
+from mlx_spec.tensorwriter import SafetensorsWriter
 
 PROMPT = [65, 66, 67, 68]
 FOUR = read_quantisation(4, 32, None)
@@ -141,3 +144,59 @@ def test_a_head_that_is_not_whole_is_named(mtp_dirs, tmp_path):
     out = CliRunner().invoke(cli, ["split-mtp", "-m", str(source), "-o", str(tmp_path / "head")])
     assert out.exit_code == 1 and "o_proj.weight" in out.stderr and out.stderr.count("\n") == 1
     assert not (tmp_path / "head").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_what_mlx_lm_does_not_define_is_not_converted(mtp_dirs, tmp_path):
+    flat = mtp_dirs(drafter="own", raw=True)[0]  # qwen3_5_text, as the text model alone is saved
+    with pytest.raises(LoadError, match="plugin qwen35 runs and mlx-lm does not define") as caught:
+        convert(ref(flat), tmp_path / "out", Options(FOUR))
+    assert caught.value.code == "L65" and not list(tmp_path.iterdir())
+    assert split(ref(flat), tmp_path / "head").tensors == 15  # its head can be had all the same
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from mlx_spec.conversion.checkpoint import Options, Progress, convert
+from mlx_spec.conversion.quantise import read_quantisation
+from mlx_spec.loading import open_ref
+
+def on_bytes(done, total):
+    if done > int(sys.argv[3]):
+        print("working", flush=True)
+        time.sleep(600)
+
+options = Options(read_quantisation(4, 32, None), keep_heads=True)
+convert(open_ref(sys.argv[1]), Path(sys.argv[2]), options, progress=Progress(on_bytes), shard_bytes=60_000)
+"""
+
+
+@pytest.mark.parametrize("stop", [20_000, 140_000], ids=["in the head", "in the trunk"])
+def test_a_killed_conversion_goes_on_and_keeps_the_head(mtp_dirs, tmp_path, stop):
+    source, out, partial = raw(mtp_dirs), tmp_path / "out", tmp_path / ".out.mlx-spec-partial"
+    arguments = [sys.executable, "-c", DRIVER, str(source), str(out), str(stop)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "working\n", process.communicate()[1]
+    process.kill()
+    process.communicate()
+    finished = {path.name: path.stat().st_mtime_ns for path in partial.glob("*.safetensors")}
+    assert (HEAD_FILE in finished) == (stop > 100_000) and not out.exists()
+    done = convert(ref(source), out, Options(FOUR, keep_heads=True), shard_bytes=60_000)
+    assert done.resumed == bool(finished) and not partial.exists()
+    assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
+    whole = convert(ref(source), tmp_path / "whole", Options(FOUR, keep_heads=True), shard_bytes=60_000).out
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in whole.iterdir())
+    for path in whole.iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+    drafted, plain, accepted = replies(out, None, "mtp")
+    assert drafted == plain and accepted > 0
+
+
+def test_a_disk_that_fills_while_the_head_is_kept_leaves_nothing_half(mtp_dirs, tmp_path, monkeypatch):
+    source, out = raw(mtp_dirs), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsWriter, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(RefusedError, match="No space left") as caught:
+            convert(ref(source), out, Options(FOUR, keep_heads=True))
+    assert caught.value.code == "R40" and not out.exists() and not list(tmp_path.glob(".*"))
+    assert convert(ref(source), out, Options(FOUR, keep_heads=True)).head == HEAD_FILE

@@ -39,11 +39,14 @@ def command(
     """
     from ..conversion.head import split
     from ..conversion.quantise import read_quantisation
-    from ..loading import open_ref
+    from ..heads import is_head
+    from ..plugins import get_manager
+    from ..refs import resolve_part
 
     how = read_quantisation(q_bits, q_group_size, q_mode)
+    get_manager().check_asked()
     with progress("extracting the head", total=1.0, quiet=as_json) as steps:
-        made = split(open_ref(model), out, how, block_size, Share(steps).on_bytes)
+        made = split(resolve_part(model, is_head), out, how, block_size, Share(steps).on_bytes)
     if as_json:
         print_json(made)
         return

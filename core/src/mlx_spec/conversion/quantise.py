@@ -87,6 +87,7 @@ def make(ref: ModelRef, quantisation: Quantisation | None, dtype: str | None) ->
 
     from ..checkpoint import load_mlx_lm
 
+    _check_defined(ref)
     model, config = load_mlx_lm(ref, lazy=True)
     if quantisation is not None and ("quantization" in config or "quantization_config" in config):
         raise _quantised_already(ref, config)
@@ -95,6 +96,27 @@ def make(ref: ModelRef, quantisation: Quantisation | None, dtype: str | None) ->
         model, config = _quantise(model, config, quantisation)
     arrays: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     return Made(arrays, config, cast, "vision_tower" in getattr(model, "model", {}))
+
+
+def _check_defined(ref: ModelRef) -> None:
+    """LoadError for a model_type that a plugin serves by itself: mlx-lm decides what is written here."""
+    from mlx_lm.utils import _get_classes
+
+    from ..plugins import get_manager
+
+    owner = get_manager().registry.target_owner(ref.model_type)
+    if owner is None:
+        return
+    try:
+        _get_classes(dict(ref.config))
+    except ValueError as error:
+        raise LoadError(
+            f"model {ref.name}",
+            found=f"model_type {ref.model_type!r}, which plugin {owner} runs and mlx-lm does not define",
+            expected="a model_type that mlx-lm converts",
+            next_step="Use it as it is, or convert the release of it that mlx-lm knows",
+            code="L65",
+        ) from error
 
 
 def _quantised_already(ref: ModelRef, config: Mapping[str, Any]) -> LoadError:
