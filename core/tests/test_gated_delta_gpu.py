@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import emulated
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,6 +13,7 @@ from test_gated_delta import inputs
 from mlx_spec import gated_delta_gpu
 from mlx_spec.gated_delta import GatedDelta
 from mlx_spec.gated_delta_gpu import KernelGatedDelta, swap_gated_delta
+from mlx_spec.own_kernels import GATED_DELTA
 from mlx_spec.state import DeltaState
 from mlx_spec.testing import GatedDeltas, StateContract
 from mlx_spec.testing.watch import same_bytes
@@ -24,9 +27,11 @@ def backend(request, monkeypatch):
     """The kernels of one backend, as MLX would run them there."""
     monkeypatch.setattr(gated_delta_gpu, "device_kind", lambda: request.param)
     monkeypatch.setattr(mx.fast, f"{request.param}_kernel", getattr(emulated, f"{request.param}_kernel"))
-    gated_delta_gpu.kernel.cache_clear()
+    for function in (gated_delta_gpu.kernel, gated_delta_gpu.tried):
+        function.cache_clear()
     yield request.param
-    gated_delta_gpu.kernel.cache_clear()
+    for function in (gated_delta_gpu.kernel, gated_delta_gpu.tried):
+        function.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
@@ -96,6 +101,27 @@ def test_metal_is_told_not_to_fuse(backend, monkeypatch):
     assert seen == [{"header": "#pragma METAL fp contract(off)\n"} if backend == "metal" else {}]
 
 
+def test_a_device_tries_them_before_a_model_relies_on_them(backend, monkeypatch, tmp_path):
+    assert GATED_DELTA.ready() == (True, backend)
+    whole = {
+        path.name: path.read_text()
+        for path in gated_delta_gpu.SHADERS.glob(f"*.{'metal' if backend == 'metal' else 'cu'}")
+    }
+    monkeypatch.setattr(gated_delta_gpu, "SHADERS", tmp_path)
+    for old, new, reason in (
+        ("lane * N", "lane", "another result than plain MLX's"),
+        ("kept; ++t", "kept - 1; ++t", "a replay that differs from a run"),
+        ("size_t cell =", "size_t", "AssertionError: .*kernel.cpp"),
+    ):
+        for name, text in whole.items():
+            (tmp_path / name).write_text(text.replace(old, new))
+        gated_delta_gpu.kernel.cache_clear()
+        gated_delta_gpu.tried.cache_clear()
+        ok, detail = GATED_DELTA.ready()
+        assert not ok and re.match(f"gated-delta on {backend}: {reason}", detail), detail
+
+
+@pytest.mark.parametrize("backend", ["metal"], indirect=True)
 class TestDeltaStateOnTheKernels(StateContract):
     batch_level = "bitwise"
     capabilities = {"batch", "recurrent", "conv"}

@@ -1,8 +1,9 @@
 """The gated delta rule as one GPU kernel for all steps of a run, and one for a replay.
 
 The bodies are in `shaders/`, for Metal and for CUDA, and are built when they are first needed. No device was at
-hand when they were written: they are compiled for the CPU and compared with the rule in plain MLX there
-(core/tests/emulated.py); a pair on a GPU is proven by the probe before it drafts, as everywhere.
+hand when they were written: the tests compile them for the CPU and compare them with the rule in plain MLX
+(core/tests/emulated.py). So a device tries them before a model relies on them (`tried`), and a pair is proven
+by the probe before it drafts, as everywhere.
 """
 
 # mypy: disable-error-code="misc, no-any-return"
@@ -85,9 +86,37 @@ def kernel(name: str) -> Callable[..., list[mx.array]]:
     return mx.fast.cuda_kernel(name, INPUTS[name], OUTPUTS[name], body)
 
 
+@cache
+def tried() -> tuple[bool, str]:
+    """(True, device) when a small run on this device agrees with plain MLX, else (False, what went wrong)."""
+    device = device_kind()
+    try:
+        wrong = _disagreement()
+    except Exception as error:  # a compiler's complaint, a driver's: plain MLX runs instead
+        return False, f"gated-delta on {device}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return (False, f"gated-delta on {device}: {wrong}") if wrong else (True, device)
+
+
+def _disagreement() -> str:
+    """What differs between kernel and plain MLX on two rows of three steps; "" when nothing does."""
+    B, L, Hk, Hv, Dk, Dv = 2, 3, 1, 2, 64, 6
+    keys = mx.random.split(mx.random.key(0), 6)
+    q, k = (mx.random.normal((B, L, Hk, Dk), key=key) / Dk**0.5 for key in keys[:2])
+    v, state = mx.random.normal((B, L, Hv, Dv), key=keys[2]), mx.random.normal((B, Hv, Dv, Dk), key=keys[3])
+    g, beta = (mx.random.uniform(0.2, 1.0, (B, L, Hv), key=key) for key in keys[4:])
+    ours, plain = KernelGatedDelta(), GatedDelta()
+    for found, expected in zip(ours(q, k, v, g, beta, state), plain(q, k, v, g, beta, state), strict=True):
+        if not mx.allclose(found, expected, rtol=0, atol=1e-4).item():
+            return "another result than plain MLX's"
+    delta = ours(q, k, v, g, beta, state)[2]
+    kept = ours.replay(state, k, g, delta, mx.array([2, 2], dtype=mx.int32))
+    _, ran, _ = ours(q[:, :2], k[:, :2], v[:, :2], g[:, :2], beta[:, :2], state)
+    return "" if mx.array_equal(kept, ran).item() else "a replay that differs from a run"
+
+
 def swap_gated_delta(module: nn.Module) -> nn.Module | None:
     """The kernel's module in the place of core's plain one; None for everything else."""
     return KernelGatedDelta() if type(module) is GatedDelta else None
 
 
-__all__ = ["KernelGatedDelta", "swap_gated_delta"]
+__all__ = ["KernelGatedDelta", "swap_gated_delta", "tried"]

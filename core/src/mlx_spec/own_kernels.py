@@ -30,10 +30,10 @@ def swap_gated_delta(module: Any) -> Any | None:
 
 
 def ready() -> tuple[bool, str]:
-    """A kernel is compiled by MLX itself: there is nothing to miss."""
-    from .kernels import device_kind
+    """Tried on this device before a model relies on it."""
+    from .gated_delta_gpu import tried
 
-    return True, device_kind()
+    return tried()
 
 
 GATED_DELTA = Kernel("gated-delta", ("metal", "cuda"), "1e-5", build_gated_delta, gated_delta, swap_gated_delta, ready)

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from mlx_lm.utils import load_model
 from qwen35_oracles.ours import load
 
+import mlx_spec
 from mlx_spec.errors import RefusedError, UsageError
 from mlx_spec.gated_delta import GatedDelta
 from mlx_spec.state import DeltaState, StateGroup
@@ -225,6 +226,21 @@ def test_four_thousand_rejected_rounds_do_not_drift(tmp_path: Path) -> None:
         assert alike, name
     mine, other = (target.forward(row(11), s).logits for s in (states, fresh))
     assert mx.allclose(mine, other, rtol=0, atol=1e-5) and mx.argmax(mine).item() == mx.argmax(other).item()
+
+
+def test_the_engine_replies_what_a_greedy_loop_over_mlx_lm_replies(checkpoint: Any) -> None:
+    for stored in ({}, {"variant": "moe", "bits": 4, "dtype": "bfloat16"}):
+        path = checkpoint(**stored, vocab_size=262)  # no id without text: the engine never picks one of those
+        prompt = [token % 255 for token in ids(23, seed=4)]
+        theirs = mlx_lm_model(path)
+        cache, token, expected = theirs.make_cache(), prompt[-1], []
+        theirs(row(*prompt[:-1]), cache=cache)
+        for _ in range(30):
+            token = int(mx.argmax(theirs(row(token), cache=cache)[0, -1]).item())
+            expected.append(token)
+        for kind in ("none", "prompt-lookup"):
+            pair = mlx_spec.load(str(path), kind=kind)
+            assert list(mlx_spec.generate(pair, prompt, max_tokens=30, ignore_eos=True).token_ids) == expected
 
 
 # -- what it says of itself ----------------------------------------------------------------------------
