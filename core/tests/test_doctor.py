@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
+from mlx_spec import speed
 from mlx_spec.cli import doctor
+from mlx_spec.cores import cpuset_cores, usable_cores
+from mlx_spec.speed import LayerTime
 
 MAPS = """\
 7f00-7f01 r-xp 00000000 08:01 11   /usr/lib/mlx_cpu.libs/{name}
@@ -35,6 +42,55 @@ def test_blas_is_judged_by_the_mapped_libraries(name, status, text):
     assert bool(check.next_step) is (status == "warn")
 
 
+def test_reference_blas_is_no_worry_where_kernels_run():
+    check = doctor.judge_blas(doctor.mapped_libraries(MAPS.format(name="libblas.so.3")), kernels=True)
+    assert check.status == "ok" and "layers on kernels do without it" in check.detail and not check.next_step
+
+
+def test_the_cost_is_said_with_and_without_kernels():
+    own, kernels = LayerTime((6.9, 21.0)), LayerTime((0.15, 0.2944))
+    layer = "a 4-bit layer of 2048 x 2048 takes"
+    assert doctor.describe_cost(own, None) == (
+        f"{layer} 6.9 ms for 1 row and 21 ms for 4 on mlx's own operations; "
+        "so each billion 4-bit weights cost about 1.65e+03 ms a token"
+    )
+    assert doctor.describe_cost(own, kernels) == (
+        f"{layer} 0.15 ms for 1 row and 0.294 ms for 4 on the kernels, 6.9 ms for 1 row and 21 ms for 4 on mlx's own "
+        "operations; so each billion 4-bit weights cost about 35.8 ms a token"
+    )
+
+
+def test_the_cost_is_measured():
+    """Of a layer as it is, of one that a kernel replaces, and of memory."""
+
+    class Never(nn.QuantizedLinear):
+        def __call__(self, x):
+            return mx.zeros((*x.shape[:-1], speed.SIZE), x.dtype)
+
+    def swap(module):
+        if type(module) is not nn.QuantizedLinear:
+            return None
+        new = Never.__new__(Never)
+        nn.Module.__init__(new)
+        dict.update(new, module)
+        new.__dict__.update(module.__dict__)
+        return new
+
+    start = time.perf_counter()
+    own, replaced = speed.layer_time(), speed.layer_time([swap])
+    assert 0 < replaced.ms[0] < own.ms[0] and replaced.ms[1] < own.ms[1]
+    assert own.ms_per_billion == pytest.approx(own.ms[0] * 238.4, rel=1e-3)
+    assert 1e8 < speed.read_rate() < 1e13
+    assert time.perf_counter() - start < 20  # under a second on an idle machine
+
+
+def test_cores_are_said_with_what_limits_them(monkeypatch):
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: None)
+    assert doctor.describe_cores() == f"{usable_cores()} used of {os.cpu_count()}: a cpuset of {cpuset_cores()}"
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: 1.5)
+    assert doctor.describe_cores().endswith(", a CPU quota of 1.5")
+
+
 def by_name(done) -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
@@ -44,6 +100,7 @@ def test_a_sound_installation_passes(spec):
     checks = by_name(done)
     assert done.returncode == 0, done.stdout
     assert {"python", "system", "cores", "memory", "mlx", "device", "blas", "mlx-lm", "tokenizers"} <= set(checks)
+    assert {"memory speed", "cost"} <= set(checks) and "4-bit layer of 2048 x 2048 takes" in checks["cost"]["detail"]
     assert checks["setting prefill_step"]["detail"] == "512 (MLX_SPEC_PREFILL_STEP)"
     assert checks["setting probe"]["detail"] == "True (default)"
     assert checks["cache folder"]["status"] == "ok"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .checkpoint import end_ids, read_config, tensor_index
+from .coverage import Coverage, kernel_coverage
 from .errors import Finding, PairError, SpecError
 from .generic_target import declared_context
 from .head_stages import Stage, own_stages, pair_stages
@@ -65,6 +66,7 @@ class Inspection:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     end_ids: list[int] = field(default_factory=list)
     memory: MemoryNeed | None = None
+    kernels: Coverage | None = None
     drafters: list[DrafterFit] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)  # of the head in this checkpoint
     problems: list[Finding] = field(default_factory=list)
@@ -100,6 +102,8 @@ def inspect(
         _owner(report, ref)
         if index is not None:
             report.stages = _try(report, lambda: own_stages(ref)) or []
+        if report.ok:
+            report.kernels = _try(report, lambda: kernel_coverage(ref, index or ()))
         _fits(report, ref, drafters)
     else:
         _no_target(report, drafters)

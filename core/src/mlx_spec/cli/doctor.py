@@ -16,8 +16,13 @@ from typing import Any, Literal
 import click
 
 from .. import __version__
+from ..cores import cpu_quota, cpuset_cores, usable_cores
 from ..discovery import distribution_version
 from ..errors import SpecError
+from ..kernels import Candidate
+from ..speed import ROWS as SPEED_ROWS
+from ..speed import SIZE as SPEED_SIZE
+from ..speed import LayerTime
 from .output import print_json, print_table
 from .plugins import settled_records
 
@@ -58,7 +63,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 def run_checks() -> list[Check]:
     """All checks, in the order they are shown; one that breaks becomes an error of its own."""
     checks: list[Check] = []
-    for group in (_system, _mlx, _blas, _kernels, _libraries, _plugins, _settings):
+    for group in (_system, _mlx, _blas, _kernels, _cost, _libraries, _plugins, _settings):
         checks += _guarded(group)
     return checks
 
@@ -78,10 +83,16 @@ def _system() -> Iterator[Check]:
     version = platform.python_version()
     yield Check("python", "ok", f"{version} at {sys.executable}")
     yield Check("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Check("cores", "ok", f"{cores} usable of {os.cpu_count()}")
+    yield Check("cores", "ok", describe_cores())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Check("memory", "ok", f"{memory / 2**30:.1f} GiB")
+
+
+def describe_cores() -> str:
+    """How many cores there are, and why not all of them are used."""
+    quota = cpu_quota()
+    limit = f", a CPU quota of {quota:.3g}" if quota is not None else ""
+    return f"{usable_cores()} used of {os.cpu_count()}: a cpuset of {cpuset_cores()}{limit}"
 
 
 def _mlx() -> Iterator[Check]:
@@ -116,7 +127,7 @@ def _blas() -> Iterator[Check]:
         return
     import_module("mlx.core")  # maps the library MLX is linked to into this process
     libraries = mapped_libraries(MAPS.read_text()) if MAPS.is_file() else []
-    yield judge_blas(libraries)
+    yield judge_blas(libraries, any(candidate.ok for candidate in _candidates()))
 
 
 def mapped_libraries(maps: str) -> list[str]:
@@ -127,31 +138,40 @@ def mapped_libraries(maps: str) -> list[str]:
     return sorted(ours)
 
 
-def judge_blas(paths: list[str]) -> Check:
-    """Reference BLAS is named as what it is: correct and slow."""
+def judge_blas(paths: list[str], kernels: bool = False) -> Check:
+    """Reference BLAS is named as what it is: correct and slow; `kernels` run in its place."""
     names = ", ".join(Path(path).name for path in paths)
     for key, label in FAST_BLAS.items():
         if any(key in path.lower() for path in paths):
             return Check("blas", "ok", f"{label} ({names})")
     if any("blas" in Path(path).name.lower() for path in paths):
+        if kernels:
+            return Check("blas", "ok", f"reference BLAS ({names}): slow, but layers on kernels do without it")
         detail = f"reference BLAS ({names}): float32 matrix products are correct but slow, a block verify gains little"
         step = "Prefer bfloat16 or quantised weights on this CPU; MLX has kernels of its own there"
         return Check("blas", "warn", detail, step)
     return Check("blas", "warn", "no BLAS library found in this process", "Nothing to do if MLX runs on a GPU")
 
 
-def _kernels() -> Iterator[Check]:
-    """Which kernels replace mlx's own operations on the default device."""
+def _candidates() -> list[Candidate]:
+    """Kernels wanted for the default device; none with MLX_SPEC_KERNELS=off."""
     from ..kernels import candidates, device_kind
     from ..plugins import get_manager
     from ..settings import get_settings
 
     only = get_settings().kernels
-    if only == ():
+    return [] if only == () else candidates(get_manager().registry, device_kind(), only)
+
+
+def _kernels() -> Iterator[Check]:
+    """Which kernels replace mlx's own operations on the default device."""
+    from ..kernels import device_kind
+    from ..settings import get_settings
+
+    if get_settings().kernels == ():
         yield Check("kernels", "ok", "mlx's own (MLX_SPEC_KERNELS=off)")
         return
-    device = device_kind()
-    found = candidates(get_manager().registry, device, only)
+    device, found = device_kind(), _candidates()
     for candidate in found:
         label = f"{candidate.owner}: {candidate.detail or 'ready'}"
         step = (
@@ -162,6 +182,34 @@ def _kernels() -> Iterator[Check]:
         slow = device == "cpu" and sys.platform == "linux"
         step = f"For kernels made for this CPU, {_rebuild('cpu')}" if slow else ""
         yield Check("kernels", "warn" if slow else "ok", f"mlx's own; no plugin brings any for {device}", step)
+
+
+def _cost() -> Iterator[Check]:
+    """What the arithmetic of a model costs here, measured."""
+    from .. import speed
+    from ..kernels import device_kind
+
+    own = speed.layer_time()
+    swaps = [candidate.kernel.swap for candidate in _candidates() if candidate.ok and candidate.kernel.swap]
+    kernels = speed.layer_time(swaps) if swaps else None
+    if device_kind() == "cpu":
+        yield Check("memory speed", "ok", f"{speed.read_rate() / 1e9:.3g} GB/s read by {usable_cores()} cores")
+    yield Check("cost", "ok", describe_cost(own, kernels))
+
+
+def describe_cost(own: LayerTime, kernels: LayerTime | None) -> str:
+    """Milliseconds of a layer and what they mean for a model."""
+    one, block = SPEED_ROWS
+    layer = f"a 4-bit layer of {SPEED_SIZE} x {SPEED_SIZE} takes"
+
+    def rows(time: LayerTime) -> str:
+        return f"{time.ms[0]:.3g} ms for {one} row and {time.ms[1]:.3g} ms for {block}"
+
+    best = own if kernels is None else kernels
+    means = f"so each billion 4-bit weights cost about {best.ms_per_billion:.3g} ms a token"
+    if kernels is None:
+        return f"{layer} {rows(own)} on mlx's own operations; {means}"
+    return f"{layer} {rows(kernels)} on the kernels, {rows(own)} on mlx's own operations; {means}"
 
 
 def _rebuild(owner: str) -> str:

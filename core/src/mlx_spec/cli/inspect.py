@@ -102,6 +102,7 @@ def rows(report: Inspection) -> list[tuple[str, str]]:
         ("tokenizer", ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in tokenizer.items())),
         ("end ids", ", ".join(map(str, report.end_ids)) or ("none" if tokenizer else "")),
         ("memory", _memory(report)),
+        ("kernels", report.kernels.line() if report.kernels else ""),
     ]
     return [(label, str(value)) for label, value in lines if value]
 

@@ -1,0 +1,84 @@
+"""Which layers of a checkpoint would run on kernels, told without loading its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .kernels import KernelUse, use_kernels
+from .types import ModelRef
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Layers by what computes them.
+
+    Attributes:
+        use: kernels and the layers they would replace, or why none would be.
+        rest: class name -> number of layers with weights that stay on mlx's own operations.
+    """
+
+    use: KernelUse
+    rest: dict[str, int] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """One line, e.g. "cpu avx2 (linear 57, rope 8); LayerNorm 2 on mlx's own operations"."""
+        rest = ", ".join(f"{name} {n}" for name, n in sorted(self.rest.items()))
+        if not self.use.layers:
+            return self.use.line()
+        return f"{self.use.line()}; {rest} on mlx's own operations" if rest else f"{self.use.line()}; nothing else"
+
+
+def kernel_coverage(ref: ModelRef, tensors: Collection[str]) -> Coverage | None:
+    """What kernels would do for a model that mlx-lm can build, None for others.
+
+    `tensors` names the checkpoint's tensors, which say what is packed.
+    """
+    model = _skeleton(ref.config, tensors)
+    if model is None:
+        return None
+    before = list(model.modules())  # held: an identity is only unique among things that live
+    known = {id(module) for module in before}
+    use = use_kernels(model)
+    rest: dict[str, int] = {}
+    for module in model.modules():
+        if id(module) in known and _has_weights(module):
+            name = type(module).__name__
+            rest[name] = rest.get(name, 0) + 1
+    return Coverage(use, rest)
+
+
+def _skeleton(config: Mapping[str, Any], tensors: Collection[str]) -> Any:
+    """The module tree with arrays that nobody computes, quantised where the checkpoint has scales."""
+    from mlx import nn
+    from mlx_lm.utils import _get_classes
+
+    try:
+        model_class, arguments = _get_classes(dict(config))
+        model = model_class(arguments.from_dict(dict(config)))
+        packing = config.get("quantization")
+        if isinstance(packing, Mapping):
+            chosen = {key: packing[key] for key in ("group_size", "bits", "mode") if key in packing}
+            nn.quantize(model, **chosen, class_predicate=lambda path, module: _packing(path, module, packing, tensors))
+    except Exception:  # a model_type that a plugin brings, or a config that is refused with its reason elsewhere
+        return None
+    return model
+
+
+def _packing(path: str, module: Any, packing: Mapping[str, Any], tensors: Collection[str]) -> Any:
+    """Whether a layer is packed, and how when that is its own."""
+    own = packing.get(path)
+    if not hasattr(module, "to_quantized") or own is False:
+        return False
+    return (own if isinstance(own, dict) else True) if f"{path}.scales" in tensors else False
+
+
+def _has_weights(module: Any) -> bool:
+    """Whether it holds arrays itself, as layers do and containers do not."""
+    import mlx.core as mx
+
+    return any(isinstance(value, mx.array) for value in module.values())
+
+
+__all__ = ["Coverage", "kernel_coverage"]
