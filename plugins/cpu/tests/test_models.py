@@ -159,6 +159,36 @@ def test_gemma4_with_its_assistant(tmp_path: Path, choose: Callable[[str], None]
     assert out.timings.draft_n > 0
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [{}, {"variant": "moe", "dtype": "bfloat16"}, {"variant": "tied", "bits": 4, "dtype": "float16"}],
+    ids=["dense-float32", "moe-bfloat16", "tied-4bit-float16"],
+)
+def test_qwen35_goes_back_on_the_kernels(tmp_path: Path, choose: Callable[[str], None], stored: dict[str, Any]) -> None:
+    """Blocks equal steps, and a rewind by tape equals running only the kept rows, in bytes."""
+    from mlx_spec.testing.watch import first_difference, saved
+    from mlx_spec.testing.writers import write_tiny
+
+    small = {"num_hidden_layers": 5, "full_attention_interval": 2, **stored}
+    choose("on")
+    target = load(str(write_tiny("qwen35", tmp_path, 6, small).target), kind="none").target
+    assert kinds(target.model)["RowGatedDelta"] == 3
+    whole, steps = steps_and_block(target)
+    assert [raw(whole[i]) == raw(step) for i, step in enumerate(steps)] == [True] * len(NEXT)
+    for keep in (0, 1, 4, 6):
+        taken, only = target.make_states(), target.make_states()
+        for states in (taken, only):
+            target.prefill(mx.array([PROMPT]), states)
+        mark = taken.mark()
+        target.forward(mx.array([NEXT[:keep] + [7] * (6 - keep)]), taken)
+        taken.rewind(mark, [keep])
+        if keep:
+            target.forward(mx.array([NEXT[:keep]]), only)
+        for states in (taken, only):
+            states.mark()
+        assert first_difference(saved(taken), saved(only)) == "", keep
+
+
 def test_logits_are_close_to_mlx(folders: tuple[Path, Path, str], choose: Callable[[str], None]) -> None:
     logits = []
     for value in ("off", "on"):
