@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from functools import cache
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from qwen35_oracles.dflash_ours import CASES, LENGTHS, Case, Ours, lane_of, prompt, propose, verify
+from qwen35_oracles.dflash_ours import (
+    CASES,
+    LENGTHS,
+    Case,
+    Ours,
+    differences,
+    lane_of,
+    prompt,
+    propose,
+    summary,
+    verify,
+)
 
 CLOSE = 2e-4
 """float32 against float64, over logits that reach tens."""
@@ -78,6 +91,17 @@ def test_rounds_with_every_accept_count_leave_verified_rows_only(ours, name: str
             lane.fresh = []  # as core does after a propose; once it is kept back, as after a fault
         features = verify(pair, lane, block, keep, new)
         known = [np.concatenate([rows, features[b, :k]]) for b, (rows, k) in enumerate(zip(known, keep, strict=True))]
+
+
+def test_agrees_with_stored_answers(ours) -> None:
+    """mlx-vlm's drafts and logits over rounds that keep 2, 3 and 2 rows, where it reads a file as we do."""
+    golden = json.loads((Path(__file__).parents[1] / "oracles" / "goldens" / "dflash_mlx_vlm.json").read_text())
+    cases = {case.name: case for case in CASES if "mlx_vlm" in case.oracles}
+    assert {key.split("/")[0] for key in golden["answers"]} == set(cases)
+    for key, answer in golden["answers"].items():
+        name, length = key.split("/")
+        found = ours(cases[name]).run(prompt(cases[name], int(length)), cases[name].width)
+        assert differences(summary(found), answer) == [], f"{key}, {golden['versions']}"
 
 
 def test_a_long_plain_stretch_is_caught_up_in_pieces(ours) -> None:

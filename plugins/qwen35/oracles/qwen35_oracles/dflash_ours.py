@@ -23,10 +23,16 @@ from mlx_spec_qwen35.target import Qwen35Target
 from mlx_spec_qwen35.tiny import write_tiny
 
 from .dflash_reference import Array, DFlash, tensors
+from .summary import spread
 
 BLOCK = 6
+TOLERANCE = 2e-3
+"""Largest difference of a logit: float32 sums in another order, through the target and the drafter."""
 WINDOW = 8
 """Sliding window of the tiny drafters."""
+ROUNDS = 3
+KEPT = (2, 3, 2)
+"""Rows that each round commits; never one: mlx-vlm then fills a window as a ring and masks it in order of time."""
 LENGTHS = (2, WINDOW, WINDOW + 1, 23)
 """Tokens per prompt, anchor last: below the window, at it, past it, well past it."""
 
@@ -39,6 +45,11 @@ class Case:
     seed: int
     options: Mapping[str, Any] = field(hash=False)
     oracles: Sequence[str] = field(default=())
+
+    @property
+    def width(self) -> int:
+        """L of the blocks that are compared, within what the drafter declares."""
+        return 5 if self.options["drafter"] == "dflash2" else BLOCK
 
     def write(self, folder: Path) -> tuple[Path, Path]:
         """Write the pair; returns (target, drafter)."""
@@ -113,11 +124,67 @@ class Ours:
             features = np.concatenate([features, self.features(taps)[0]])
         return lane_of(self, [(list(ids), states, context)]), features
 
+    def run(self, ids: Sequence[int], L: int) -> list[dict[str, Any]]:
+        """`ROUNDS` blocks, each after KEPT more committed tokens: drafted tokens, and logits of the masks (L - 1, V).
+
+        The logits are those before a selector, as an oracle without one hands them out.
+        """
+        lane, _ = self.start(ids, chunk=len(ids))
+        answers = []
+        for turn in range(ROUNDS):
+            with recorded(self.drafter) as rows:
+                drafts, _ = propose(lane, [L - 1])
+            answers.append({"draft": drafts[0], "logits": np.array(rows[0][0].astype(mx.float32))})
+            lane.fresh = []
+            new = round_ids(ids, turn, KEPT[turn])
+            verify(self, lane, [[lane.tokens[0][-1], *new[:-1]]], [len(new)], [new])
+        return answers
+
     def features(self, taps: Mapping[str, mx.array]) -> Array:
         """The taps side by side, (B, S, ids * H)."""
         parts = [np.array(taps[name].astype(mx.float32)) for name in self.drafter.taps]
         out: Array = np.concatenate(parts, axis=-1).astype(np.float64)
         return out
+
+
+@contextmanager
+def recorded(drafter: DFlashDrafter) -> Iterator[list[mx.array]]:
+    """What the drafter's `_logits` gives inside."""
+    rows: list[mx.array] = []
+    inner = drafter._logits
+
+    def seen(target: Any, hidden: mx.array) -> mx.array:
+        rows.append(inner(target, hidden))
+        return rows[-1]
+
+    drafter._logits = seen  # type: ignore[method-assign]
+    try:
+        yield rows
+    finally:
+        del drafter._logits
+
+
+def round_ids(ids: Sequence[int], turn: int, count: int) -> list[int]:
+    """Tokens that round `turn` commits, seeded by the prompt."""
+    rng = np.random.default_rng([*ids[-3:], turn])
+    return [int(t) for t in rng.integers(6, 300, count)]
+
+
+def summary(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Per round, the drafted tokens and six logits of every mask."""
+    return [{"draft": one["draft"], "logits": [spread(row) for row in one["logits"]]} for one in answers]
+
+
+def differences(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What differs between two summaries, in words; empty when they agree."""
+    found = []
+    for turn, (a, b) in enumerate(zip(one, other, strict=True)):
+        if a["draft"] != b["draft"]:
+            found.append(f"draft {a['draft']} and {b['draft']} in round {turn}")
+        gap = float(np.abs(np.array(a["logits"]) - np.array(b["logits"])).max())
+        if gap > TOLERANCE:
+            found.append(f"logits by {gap:.2e} in round {turn}")
+    return found
 
 
 def tables(target: Path) -> tuple[Array, Array]:
