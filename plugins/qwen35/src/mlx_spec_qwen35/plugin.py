@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from mlx_spec.registry import Register
     from mlx_spec.types import DrafterCard, ModelRef
 
+DEMO = Path(__file__).parent / "demo" / "model"
+"""A small trained checkpoint that carries its own head."""
+
 TARGET_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
 HEAD_OPTIONS = ("mtp_norms", "mtp_hidden", "mtp_concat", "draft_head_bits", "draft_vocab", "draft_vocab_size")
@@ -44,6 +47,7 @@ def spec_register(register: Register) -> None:
         register.target(model_type)
     register.drafter("mtp", model_types=HEAD_TYPES, detect=detect_head, options=HEAD_OPTIONS)
     register.drafter(DFLASH, detect=detect_dflash)
+    register.demo("qwen35 on Python source", DEMO, DEMO)
     register.tiny("qwen35", "mlx_spec_qwen35.tiny:write_tiny")
 
 
