@@ -42,6 +42,14 @@ def parser(doc: str | None, name: str, **defaults: Any) -> argparse.ArgumentPars
     return out
 
 
+def by_position(rounds: Sequence[tuple[int, int]]) -> list[float]:
+    """Accepted / proposed by draft position, over (drafted, accepted) of rounds."""
+    rates = []
+    for i in range(max(drafted for drafted, _ in rounds)):
+        rates.append(round(sum(a > i for _, a in rounds) / sum(d > i for d, _ in rounds), 4))
+    return rates
+
+
 def checkpoints(options: argparse.Namespace) -> Checkpoints:
     """The pair asked for, else the demo pair, else a tiny random one (said on stderr)."""
     if options.target is not None:
@@ -64,6 +72,15 @@ def demo() -> Checkpoints | None:
     target, drafter = DEMO / "target", DEMO / "drafter"
     found = all((folder / "config.json").exists() for folder in (target, drafter))
     return Checkpoints("demo pair", target, drafter) if found else None
+
+
+def qwen35_checkpoints(options: argparse.Namespace) -> Checkpoints:
+    """The Qwen checkpoint asked for, else the bundled one; without a drafter it drafts with its own head."""
+    if options.target is not None:
+        return Checkpoints(options.target.resolve().name, options.target, options.drafter or options.target)
+    from mlx_spec_qwen35.plugin import DEMO
+
+    return Checkpoints("qwen35 demo", DEMO, DEMO)
 
 
 def tiny_gemma4() -> Checkpoints:

@@ -15,12 +15,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from common import (
     Checkpoints,
     Timed,
+    by_position,
     checkpoints,
     describe,
     finish,
@@ -32,6 +34,10 @@ from common import (
     take_turns,
     timed,
 )
+
+# transformers looks for a package called kernels, and would take the script of that name in this folder for it.
+sys.path.remove(str(Path(__file__).resolve().parent))
+
 from mlx.utils import tree_flatten
 from mlx_vlm.models.gemma4.config import TextConfig
 from mlx_vlm.models.gemma4.language import LanguageModel
@@ -173,14 +179,6 @@ def same_rounds(pair: Pair, theirs: TheirLoop, texts: list[list[int]], tokens: i
         "acceptance_mlx_vlm": by_position(others),
         "tokens_per_round": round(1 + sum(a for _, a in ours) / len(ours), 3),
     }
-
-
-def by_position(rounds: list[tuple[int, int]]) -> list[float]:
-    """Accepted / proposed by draft position."""
-    rates = []
-    for i in range(max(drafted for drafted, _ in rounds)):
-        rates.append(round(sum(a > i for _, a in rounds) / sum(d > i for d, _ in rounds), 4))
-    return rates
 
 
 if __name__ == "__main__":
