@@ -12,6 +12,7 @@ a linear layer. Everything that runs the rule (prefill, decode, verify, replay) 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,13 +21,34 @@ BURST = 64
 """Steps after which a long run is started: building the graph and computing it overlap, memory stays bounded."""
 
 
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """Steps to run again from `state`, row b the first keep[b]: the arguments of `GatedDelta.replay`."""
+
+    state: mx.array
+    k: mx.array
+    g: mx.array
+    delta: mx.array
+    keep: mx.array
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All five, in order."""
+        return self.state, self.k, self.g, self.delta, self.keep
+
+
 class GatedDelta(nn.Module):  # type: ignore[misc]  # mlx.nn is untyped
     """The rule in plain MLX operations.
 
     Row t has the bytes it has when the steps are run one by one, on every device: no operation sees more than
     one step. Each element of S is updated by two products and a sum, rounded one by one and never fused, here
     and in every implementation: so a tape can be replayed by another one, or after a way through a file.
+
+    Attributes:
+        resumes: whether `resume` costs less than `replay` and a call: then kept steps of a tape are left to it.
     """
+
+    resumes = False
 
     def __call__(
         self, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
@@ -73,6 +95,18 @@ class GatedDelta(nn.Module):  # type: ignore[misc]  # mlx.nn is untyped
             state = after if min(counts) > t else mx.where((keep > t)[:, None, None, None], after, state)
         return state
 
+    def resume(
+        self, owed: Owed, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Pay what is owed, then run L steps; returns (y, state before those steps, delta).
+
+        The state after the steps is not returned: those kept of them are owed in turn. The bytes are those of
+        `replay` and a call.
+        """
+        state = self.replay(*owed.arrays)
+        y, _, delta = self(q, k, v, g, beta, state)
+        return y, state, delta
+
 
 def _keys(x: mx.array, groups: int) -> Sequence[mx.array]:
     """(B, L, Hk, Dk) -> one (B, Hv, 1, Dk) float32 per step."""
@@ -90,4 +124,4 @@ def _joined(steps: Sequence[mx.array]) -> mx.array:
     return (steps[0][:, None] if len(steps) == 1 else mx.stack(steps, axis=1)).squeeze(-1)
 
 
-__all__ = ["GatedDelta"]
+__all__ = ["GatedDelta", "Owed"]

@@ -2,7 +2,8 @@
 
 Neither can be shortened like K/V. A block that may be taken back leaves the state before it (by reference, an
 array is never changed) and a tape of a few kilobytes per row: what its steps added. `rewind` runs the kept
-steps of the tape again from the state before; the target is not asked a second time.
+steps of the tape again from the state before; the target is not asked a second time. It need not run them at
+once: they are owed until somebody wants the state, and a rule that can runs them on the way to its next steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..gated_delta import GatedDelta
+from ..gated_delta import GatedDelta, Owed
 from .base import Mark, State
 from .registry import register_state
 
@@ -38,12 +39,33 @@ class Steps:
         return self.rows, self.k, self.g, self.delta
 
 
-@dataclass(frozen=True, slots=True)
 class Held:
-    """Window (B, K - 1, C) of the convolution and recurrence (B, Hv, Dv, Dk), float32."""
+    """Window (B, K - 1, C) of the convolution and recurrence (B, Hv, Dv, Dk) float32, there or owed."""
 
-    window: mx.array
-    recurrent: mx.array
+    __slots__ = ("_recurrent", "_rule", "owed", "window")
+
+    def __init__(self, window: mx.array, recurrent: mx.array | Owed, rule: GatedDelta | None = None):
+        self.window, self._rule = window, rule
+        self.owed = recurrent if isinstance(recurrent, Owed) else None
+        self._recurrent = None if isinstance(recurrent, Owed) else recurrent
+
+    @property
+    def recurrent(self) -> mx.array:
+        """The recurrence; what is owed is run now."""
+        if self._recurrent is None:
+            if self.owed is None or self._rule is None:
+                raise RuntimeError("a recurrence that is neither there nor owed")
+            self.settle(self._rule.replay(*self.owed.arrays))
+        return self._recurrent
+
+    def settle(self, recurrent: mx.array) -> None:
+        """Take over what was owed, run by somebody else."""
+        self._recurrent, self.owed = recurrent, None
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """Everything held, without running what is owed."""
+        return (self.window, *(self.owed.arrays if self.owed else (self.recurrent,)))
 
 
 @register_state("delta")
@@ -79,17 +101,34 @@ class DeltaState(State):
         """The recurrence (B, Hv, Dv, Dk) as it stands, zeros of `shape` at the start."""
         return mx.zeros(shape, dtype=mx.float32) if self._live is None else self._live.recurrent
 
-    def append(self, joined: mx.array, recurrent: mx.array, steps: Steps, rule: GatedDelta, tape: bool = True) -> None:
+    @property
+    def owed(self) -> Owed | None:
+        """What is still to be run to get at the recurrence, for `GatedDelta.resume`."""
+        return None if self._live is None else self._live.owed
+
+    def append(
+        self,
+        joined: mx.array,
+        recurrent: mx.array,
+        steps: Steps,
+        rule: GatedDelta,
+        tape: bool = True,
+        paid: bool = False,
+    ) -> None:
         """Take over L steps that ran from here.
 
         Args:
             joined: what `joined` returned, (B, K - 1 + L, C).
-            recurrent: the recurrence after the last step.
+            recurrent: the recurrence after the last step; before the first one when `paid`, by `resume`.
             steps: what happened.
             rule: runs kept steps again, should it have to.
             tape: False for a run that nobody takes back, as of a prompt: it is not recorded and ends the mark.
         """
-        count = steps.rows.shape[1]
+        batch, count = steps.rows.shape[:2]
+        after: mx.array | Owed = recurrent
+        if paid and self._live is not None:
+            self._live.settle(recurrent)
+            after = Owed(recurrent, steps.k, steps.g, steps.delta, mx.full((batch,), count, dtype=mx.int32))
         if not tape:
             self._unmark()
         elif self._marked:
@@ -97,7 +136,7 @@ class DeltaState(State):
                 held = Held(joined[:, : joined.shape[1] - count], mx.zeros_like(recurrent))
                 self._base = self._live or held
             self._tape.append(steps)
-        self._live, self._rule = Held(mx.contiguous(joined[:, count:]), recurrent), rule
+        self._live, self._rule = Held(mx.contiguous(joined[:, count:]), after, rule), rule
         self._lengths = [n + count for n in self._lengths]
 
     # -- State -------------------------------------------------------------------------------------------
@@ -116,7 +155,7 @@ class DeltaState(State):
         return sum(array.nbytes for steps in self._tape for array in steps.arrays)
 
     def arrays(self) -> list[mx.array]:
-        held = [array for part in (self._live, self._base) if part for array in (part.window, part.recurrent)]
+        held = [array for part in (self._live, self._base) if part for array in part.arrays]
         return held + [array for steps in self._tape for array in steps.arrays]
 
     def mark(self) -> Mark:
@@ -213,12 +252,9 @@ class DeltaState(State):
             self._live = base
             return
         tape = _aligned(_one(self._tape), self._pad)
-        width, kept = max(counts), base.window.shape[1]
         keep = mx.array(counts, dtype=mx.int32)
-        k, g, delta = tape.k[:, :width], tape.g[:, :width], tape.delta[:, :width]
-        joined = mx.concatenate([base.window, tape.rows[:, :width]], axis=1)
-        window = _from(joined, keep, kept)
-        self._live = Held(window, self._rule.replay(base.recurrent, k, g, delta, keep))
+        window = _from(mx.concatenate([base.window, tape.rows], axis=1), counts, base.window.shape[1])
+        self._live = Held(window, Owed(base.recurrent, tape.k, tape.g, tape.delta, keep), self._rule)
 
     @classmethod
     def _gather(cls, rows: Sequence[tuple[DeltaState, int]]) -> DeltaState:
@@ -262,18 +298,21 @@ def _one(tape: Sequence[Steps]) -> Steps:
     return Steps(*(mx.concatenate(parts, axis=1) for parts in zip(*(steps.arrays for steps in tape), strict=True)))
 
 
-def _from(x: mx.array, starts: mx.array, count: int) -> mx.array:
-    """(B, count, ...): `count` rows of x (B, T, ...) from starts[b] on; past T the last one repeats."""
-    index = mx.minimum(starts[:, None] + mx.arange(count), x.shape[1] - 1)
-    return mx.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
+def _from(x: mx.array, starts: Sequence[int], count: int) -> mx.array:
+    """(B, count, ...): `count` rows of x (B, T, ...) from starts[b] on; zeros past T."""
+    missing = max(starts) + count - x.shape[1]
+    if missing > 0:
+        x = mx.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
+    if len(set(starts)) == 1:
+        return x[:, starts[0] : starts[0] + count]
+    return mx.concatenate([x[b : b + 1, start : start + count] for b, start in enumerate(starts)])
 
 
 def _aligned(tape: Steps, pad: Sequence[int]) -> Steps:
     """The same steps without the padding in front of rows."""
     if not any(pad):
         return tape
-    starts, width = mx.array(pad, dtype=mx.int32), tape.rows.shape[1]
-    return Steps(*(_from(x, starts, width) for x in tape.arrays))
+    return Steps(*(_from(x, pad, tape.rows.shape[1]) for x in tape.arrays))
 
 
 def _rows(parts: Sequence[mx.array], rows: Sequence[int]) -> mx.array:
