@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -62,11 +63,14 @@ def test_packing_that_leaves_zeros_falls_back_and_says_so(
         return [mx.zeros_like(part) for part in mx.quantize(piece, **how)]
 
     assert requantised(matrix, 4, quantise=zeros) is None
+    monkeypatch.setattr(mtp_output, "CHUNK", 100)
+    made = itertools.count()
+    assert requantised(matrix, 4, quantise=lambda *a, **k: (mx.quantize, zeros)[next(made) == 2](*a, **k)) is None
     monkeypatch.setattr(mtp_output, "requantised", lambda *args: None)
     output, said = draft_output(matrix, 320, {"draft_head_bits": 4}, ())
     assert output is None
     assert said == "the target's rows (packing them gave zeros)"
-    assert "found only zeros after packing" in caplog.text
+    assert "found a piece of only zeros after packing" in caplog.text
     output, said = draft_output(matrix, 320, {"draft_head_bits": 4, "draft_vocab_size": 9}, ())
     assert output is not None and output.ids.size == 9
     assert said.endswith("(packing them gave zeros), 9 of 320 ids")

@@ -77,7 +77,9 @@ def draft_output(
     rows = requantised(matrix, bits, index)
     if rows is not None:
         return DraftOutput(rows, vocab_size, index), f"a copy of the target's in {bits} bits{shown}"
-    log.warning("draft_head_bits: found only zeros after packing, expected numbers. Drafts use the target's matrix")
+    log.warning(
+        "draft_head_bits: found a piece of only zeros after packing, expected numbers. Drafts use the target's matrix"
+    )
     note = "the target's rows (packing them gave zeros)"
     return (None if index is None else DraftOutput(_selected(matrix, index), vocab_size, index)), note + shown
 
@@ -122,7 +124,7 @@ def _bad(file: Path, found: str, expected: str) -> LoadError:
 def requantised(
     matrix: Any, bits: int, ids: mx.array | None = None, quantise: Callable[..., Sequence[mx.array]] = mx.quantize
 ) -> nn.QuantizedLinear | None:
-    """A packed copy of (chosen) rows, made piece by piece; None when it came out as nothing but zeros.
+    """A packed copy of (chosen) rows, made piece by piece; None when a piece came out as zeros.
 
     A Metal command that runs out of memory leaves zeros and no error, hence the look at the result.
     """
@@ -140,12 +142,13 @@ def requantised(
     pieces = []
     for lo in range(0, count, CHUNK):
         place: Any = slice(lo, lo + CHUNK) if ids is None else ids[lo : lo + CHUNK]
-        piece = list(quantise(_unpacked(matrix, place), group_size=group, bits=bits))
-        mx.eval(piece)
+        rows = _unpacked(matrix, place)
+        piece = list(quantise(rows, group_size=group, bits=bits))
+        lost = mx.any(rows != 0) & ~mx.any(mx.stack(piece[1:]) != 0)
+        if lost.item():  # every piece is looked at: one of them may be lost alone
+            return None
         pieces.append(piece)
     weight, scales, biases = (mx.concatenate(parts) for parts in zip(*pieces, strict=True))
-    if not mx.any(scales != 0).item():
-        return None
     out = nn.QuantizedLinear(width, count, bias=False, group_size=group, bits=bits)
     out.weight, out.scales, out.biases = weight, scales, biases
     return out
