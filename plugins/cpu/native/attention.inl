@@ -4,22 +4,6 @@
 // chain per lane over D and one fixed tree, whether stored plain or packed; the largest score does not depend on order; weights are added up, and
 // values gathered, key after key from the first to the last, and a key of weight zero is left out.
 
-template <Type type>
-static inline vec load_stored(const void* p, int64_t i) {
-  if constexpr (type == Type::f32) return load(static_cast<const float*>(p) + i);
-  if constexpr (type == Type::bf16) return load_bf16(static_cast<const uint16_t*>(p) + i);
-  if constexpr (type == Type::f16) return load_f16(static_cast<const uint16_t*>(p) + i);
-}
-
-// The `count` elements from i on, zeros after them.
-template <Type type>
-static inline vec load_some(const void* p, int64_t i, int64_t count) {
-  if (count >= W) return load_stored<type>(p, i);
-  float buffer[W];
-  for (int j = 0; j < W; j++) buffer[j] = j < count ? element(p, type, i + j) : 0.0f;
-  return load(buffer);
-}
-
 // How a kind of storage is read: a row is one key or value, `at` its W elements from d on, in the order of `place`.
 template <Type type>
 struct PlainRow {
@@ -62,25 +46,6 @@ struct PackedRow {
 
 // Which element lane d of a row holds.
 static inline int64_t place(bool swapped, int64_t d) { return swapped ? (d & ~15) + ((d & 15) >> 1) + (d & 1) * 8 : d; }
-
-// exp for x <= 0, within 2 ulp (the polynomial of Cephes' expf); below -87 it is zero.
-static inline vec exponential(vec x) {
-  const vec clamped = maximum(ones(-87.0f), x);  // in this order NaN stays
-  const vec n = nearest(times(clamped, ones(1.44269504088896341f)));
-  vec r = fma(n, ones(-0.693359375f), clamped);
-  r = fma(n, ones(2.12194440e-4f), r);
-  vec p = ones(1.9875691500e-4f);
-  p = fma(p, r, ones(1.3981999507e-3f));
-  p = fma(p, r, ones(8.3334519073e-3f));
-  p = fma(p, r, ones(4.1665795894e-2f));
-  p = fma(p, r, ones(1.6666665459e-1f));
-  p = fma(p, r, ones(5.0000001201e-1f));
-  p = fma(times(r, r), p, r);
-  const vec scale = two_to(n);
-  return unless_below(fma(p, scale, scale), x, -87.0f);
-}
-
-static int64_t round_up(int64_t n) { return (n + W - 1) / W * W; }
 
 static int64_t attention_floats(const Attention& a) {
   return a.rows * (round_up(a.D) + round_up(a.count));

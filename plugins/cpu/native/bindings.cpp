@@ -9,6 +9,7 @@
 #include <chrono>
 #include <vector>
 
+#include "activation.h"
 #include "attention.h"
 #include "delta.h"
 #include "embedding.h"
@@ -61,7 +62,7 @@ double multiply_add_rate() {
 
 NB_MODULE(_native, m) {
   nb::module_::import_("mlx.core");  // registers the array type
-  m.attr("interface") = 5;  // INTERFACE of native.py: raised with every change of names or arguments below
+  m.attr("interface") = 6;  // INTERFACE of native.py: raised with every change of names or arguments below
   m.attr("built_for") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                         std::to_string(MLX_VERSION_PATCH);
   m.def(
@@ -178,6 +179,23 @@ NB_MODULE(_native, m) {
             return spec::Program::call(self.held, std::move(inputs), offset, storage, {});
           },
           "inputs"_a, "offset"_a = 0, "keys"_a = nb::none(), "values"_a = nb::none(), "low"_a = 0, "start"_a = 0);
+  m.def(
+      "activation",
+      [](const mlx::core::array& gate, const std::optional<mlx::core::array>& x, const std::string& act) {
+        return spec::activation(gate, x, act, std::nullopt, {});
+      },
+      "gate"_a, "x"_a = nb::none(), "act"_a = "silu");
+  m.def(
+      "precise_activation",  // rounded once, to the dtype of `like`
+      [](const mlx::core::array& gate, const std::optional<mlx::core::array>& x, const std::string& act,
+         const mlx::core::array& like) { return spec::activation(gate, x, act, like.dtype(), {}); },
+      "gate"_a, "x"_a.none(), "act"_a, "like"_a);
+  m.def(
+      "short_convolution",
+      [](const mlx::core::array& x, const mlx::core::array& w, const std::optional<mlx::core::array>& bias) {
+        return spec::short_convolution(x, w, bias, {});
+      },
+      "x"_a, "weight"_a, "bias"_a = nb::none());
   m.def("read_rate", &read_rate, "mib"_a = 256, nb::call_guard<nb::gil_scoped_release>());
   m.def("multiply_add_rate", &multiply_add_rate, nb::call_guard<nb::gil_scoped_release>());
   m.def("threads", &spec::threads);

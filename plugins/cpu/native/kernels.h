@@ -101,8 +101,30 @@ struct Delta {
   float* scratch;  // `delta_floats` of them, of the calling thread
 };
 
-// Two rows to one: a + b, a * b, silu(a) * b, gelu(a) * b with the tanh approximation; rounded once, at the end.
+// Two rows to one: a + b, a * b, silu(a) * b, gelu(a) * b with the tanh approximation; activations as `activate` has them.
 enum class Rowwise : int { add, multiply, silu, gelu };
+
+// y = act(gate) * x over `count` elements, without x the activation alone.
+enum class Act : int { silu, gelu_tanh };
+
+struct Activation {
+  Act act;
+  Type type, gate_type, x_type;  // `type` of y
+  bool precise;                  // rounded once, at the end; else as `type` stores it after every operation
+  const void *gate, *x;
+  int64_t gate_apart, x_apart;  // elements between neighbours
+  void* y;
+  int64_t count;
+};
+
+// One position of a convolution in which every channel has its own taps. w is (taps, channels).
+struct Convolution {
+  const void *x, *w, *bias;  // bias may be null
+  void* y;
+  Type type;
+  int64_t channels, taps, step, apart;  // of x: elements between positions, and between channels
+  int64_t w_step;
+};
 
 struct Kernels {
   const char* name;
@@ -130,6 +152,8 @@ struct Kernels {
   // Cosines and sines of angles, as mlx computes them, rounded as `type` stores them.
   void (*waves)(const float* angles, int64_t count, Type type, float* cosines, float* sines);
   void (*rotate)(const Rotation&);
+  void (*activate)(const Activation&);
+  void (*convolve)(const Convolution&);
   int64_t (*delta_floats)(const Delta&);
   void (*delta)(const Delta&);
   // n elements of one type.

@@ -4,14 +4,6 @@
 
 constexpr float LARGEST_ANGLE = 8388608.0f;  // beyond it the reduction below is not exact
 
-// The values of a vector after being stored as `type`.
-template <Type type>
-static inline vec rounded_lanes(vec v) {
-  if constexpr (type == Type::f32) return v;
-  if constexpr (type == Type::bf16) return through_bf16(v);
-  if constexpr (type == Type::f16) return through_f16(v);
-}
-
 // Cephes' sinf and cosf: the angle less a multiple of pi/4 in three steps, then one of two polynomials.
 static void waves(const float* angles, int64_t count, Type type, float* cosines, float* sines) {
   for (int64_t i = 0; i < count; i++) {
@@ -44,15 +36,6 @@ static void waves(const float* angles, int64_t count, Type type, float* cosines,
   }
 }
 
-// `count` elements from `first` on, `step` apart; zeros after them.
-template <Type type>
-static inline vec load_spread(const void* p, int64_t first, int64_t step, int64_t count) {
-  if (step == 1) return load_some<type>(p, first, count);
-  float buffer[W];
-  for (int64_t j = 0; j < W; j++) buffer[j] = j < count ? element(p, type, first + j * step) : 0.0f;
-  return load(buffer);
-}
-
 template <Type type>
 static void rotate_typed(const Rotation& r) {
   const int64_t half = r.dims / 2, apart = r.neighbours ? 1 : half, step = r.neighbours ? 2 : 1;
@@ -63,12 +46,8 @@ static void rotate_typed(const Rotation& r) {
     const vec c = load(r.cosines + i), s = load(r.sines + i);
     const vec ac = rounded_lanes<type>(times(a, c)), bs = rounded_lanes<type>(times(b, s));
     const vec as = rounded_lanes<type>(times(a, s)), bc = rounded_lanes<type>(times(b, c));
-    float first[W], second[W];
-    store(first, minus(ac, bs)), store(second, plus(as, bc));
-    for (int64_t j = 0; j < W && j < count; j++) {
-      put(r.y, type, (i + j) * step, first[j]);
-      put(r.y, type, (i + j) * step + apart, second[j]);
-    }
+    store_spread<type>(r.y, i * step, step, count, minus(ac, bs));
+    store_spread<type>(r.y, i * step + apart, step, count, plus(as, bc));
   }
   const int item = type == Type::f32 ? 4 : 2;
   const char* from = static_cast<const char*>(r.x);

@@ -7,39 +7,21 @@ static inline void store_as(void* p, int64_t i, vec v) {
   if constexpr (type == Type::f16) store_f16(static_cast<uint16_t*>(p) + i, v);
 }
 
-// exp(-|x|)
-static inline vec decay(vec x) { return exponential(minus(zero(), maximum(x, minus(zero(), x)))); }
-
-// x / (1 + exp(-x)), from exp(-|x|) so that nothing overflows.
-static inline vec silu(vec x) {
-  const vec e = decay(x);
-  const vec top = plus(unless_below(ones(1), x, 0), unless_below(e, minus(zero(), x), 1e-37f));
-  return times(x, over(top, plus(ones(1), e)));
-}
-
-// 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
-static inline vec gelu(vec x) {
-  const vec z = times(ones(0.797884561f), fma(times(times(x, x), x), ones(0.044715f), x));
-  const vec e = decay(plus(z, z)), ratio = over(minus(ones(1), e), plus(ones(1), e));
-  const vec positive = unless_below(ratio, z, 0), negative = unless_below(ratio, minus(zero(), z), 1e-37f);
-  return times(times(ones(0.5f), x), plus(ones(1), minus(positive, negative)));
-}
-
-template <Rowwise op>
+template <Rowwise op, Type type>
 static inline vec combined(vec a, vec b) {
   if constexpr (op == Rowwise::add) return plus(a, b);
   if constexpr (op == Rowwise::multiply) return times(a, b);
-  if constexpr (op == Rowwise::silu) return times(silu(a), b);
-  if constexpr (op == Rowwise::gelu) return times(gelu(a), b);
+  if constexpr (op == Rowwise::silu) return times(activated<type>(Act::silu, a), b);
+  if constexpr (op == Rowwise::gelu) return times(activated<type>(Act::gelu_tanh, a), b);
 }
 
 template <Rowwise op, Type type>
 static void rowwise_as(const void* a, const void* b, int64_t n, void* y) {
   int64_t i = 0;
-  for (; i + W <= n; i += W) store_as<type>(y, i, combined<op>(load_stored<type>(a, i), load_stored<type>(b, i)));
+  for (; i + W <= n; i += W) store_as<type>(y, i, combined<op, type>(load_stored<type>(a, i), load_stored<type>(b, i)));
   if (i == n) return;
   float rest[W];
-  store(rest, combined<op>(load_some<type>(a, i, n - i), load_some<type>(b, i, n - i)));
+  store(rest, combined<op, type>(load_some<type>(a, i, n - i), load_some<type>(b, i, n - i)));
   for (int64_t j = 0; i + j < n; j++) put(y, type, i + j, rest[j]);
 }
 

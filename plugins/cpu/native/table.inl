@@ -1,9 +1,11 @@
 // Every operation for the lanes of one instruction set. Included last inside the kernel file's namespace.
 
+#include "lanes.inl"
 #include "linear.inl"
 #include "norm.inl"
 #include "attention.inl"
 #include "rope.inl"
+#include "activation.inl"
 #include "delta.inl"
 #include "rowwise.inl"
 #include "limits.inl"
@@ -24,6 +26,8 @@ static constexpr Kernels table(const char* name) {
       .attend = attend,
       .waves = waves,
       .rotate = rotate,
+      .activate = activate,
+      .convolve = convolve,
       .delta_floats = delta_floats,
       .delta = delta,
       .rowwise = rowwise,

@@ -55,6 +55,7 @@ static inline void sum_block(const vec* v, float* out) {
 
 static inline vec maximum(vec a, vec b) { return _mm512_max_ps(a, b); }
 static inline vec nearest(vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline vec lower(vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 static inline vec two_to(vec n) {  // n whole, -126 to 127
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }

@@ -41,6 +41,10 @@ static inline vec nearest(vec a) {
   const vec b = a;
   LANES(q[i] != q[i] ? p[i] : rintf(p[i]));
 }
+static inline vec lower(vec a) {
+  const vec b = a;
+  LANES(q[i] != q[i] ? p[i] : floorf(p[i]));
+}
 static inline vec two_to(vec a) {  // a whole, -126 to 127
   const vec b = a;
   LANES(q[i] != q[i] ? p[i] : bits_to_float(uint32_t(int(p[i]) + 127) << 23));

@@ -24,6 +24,8 @@ NEEDS_LIBRARY = (
     "test_packed_attention.py",
     "test_gated_delta.py",
     "test_layers.py",
+    "test_activation.py",
+    "test_convolution.py",
     "test_rope.py",
     "test_embedding.py",
 )

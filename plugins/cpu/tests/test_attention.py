@@ -14,7 +14,7 @@ from mlx_lm.models.llama import Attention, ModelArgs
 
 from mlx_spec import Kernel
 from mlx_spec.testing import KernelContract
-from mlx_spec_cpu import modules, swap
+from mlx_spec_cpu import attention, swap
 from mlx_spec_cpu.native import library as load
 from mlx_spec_cpu.operations import attention_reference, build_attention
 
@@ -153,12 +153,12 @@ def test_an_attention_layer_runs_its_own_code_on_the_kernel() -> None:
     assert swap(layer) is not layer
     model = {"attn": Attention(ARGS)}
     model["attn"].update(layer.parameters())
-    new = modules.swap_attention(model["attn"])
+    new = attention.swap_attention(model["attn"])
     assert isinstance(new, Attention) and type(new).__name__ == "RowAttention" and new.q_proj is model["attn"].q_proj
-    assert type(modules.swap_attention(Attention(ARGS))) is type(new)
+    assert type(attention.swap_attention(Attention(ARGS))) is type(new)
     assert mx.allclose(new(x, "causal"), before, atol=1e-5).item()
-    assert Attention.__call__.__globals__["scaled_dot_product_attention"] is not modules.attend
-    assert modules.swap_attention(new.q_proj) is None and modules.swap_attention(new) is None
+    assert Attention.__call__.__globals__["scaled_dot_product_attention"] is not attention.attend
+    assert attention.swap_attention(new.q_proj) is None and attention.swap_attention(new) is None
 
 
 def test_sinks_and_unknown_packings_stay_with_mlx_lm() -> None:
@@ -170,7 +170,7 @@ def test_sinks_and_unknown_packings_stay_with_mlx_lm() -> None:
     packed = [mx.quantize(a, 32, 6) for a in (k, v)]
     again = q + 0  # mlx-lm scales the queries it is given in place
     want = quantized_scaled_dot_product_attention(again, *packed, scale=0.1, mask=None, group_size=32, bits=6)
-    assert raw(modules.attend(q + 0, *packed, Cache(), 0.1, None)) == raw(want)
+    assert raw(attention.attend(q + 0, *packed, Cache(), 0.1, None)) == raw(want)
     sinks = mx.zeros((6,))
     want = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.1, mask=None, sinks=sinks)
-    assert raw(modules.attend(q, k, v, None, 0.1, None, sinks)) == raw(want)
+    assert raw(attention.attend(q, k, v, None, 0.1, None, sinks)) == raw(want)

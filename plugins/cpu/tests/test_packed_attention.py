@@ -16,7 +16,7 @@ from test_attention import DTYPES, SETS, TOLERANCE, exact, made
 from mlx_spec import Kernel
 from mlx_spec.state import QuantisedKVState, QuantisedWindowState
 from mlx_spec.testing import KernelContract
-from mlx_spec_cpu import modules, swap
+from mlx_spec_cpu import attention, swap
 from mlx_spec_cpu.operations import build_packed_attention, packed_attention_reference
 
 Packed = tuple[mx.array, mx.array, mx.array]
@@ -179,4 +179,4 @@ def test_it_is_what_mlx_lm_computes(bits: int) -> None:
     given = packed(k, bits, 32), packed(v, bits, 32)
     for mask in (None, "causal", mx.arange(30) > 3):
         want = quantized_scaled_dot_product_attention(q + 0, *given, 0.1, mask, 32, bits)
-        assert mx.allclose(modules.attend(q, *given, Cache(), 0.1, mask), want, atol=1e-5).item()
+        assert mx.allclose(attention.attend(q, *given, Cache(), 0.1, mask), want, atol=1e-5).item()

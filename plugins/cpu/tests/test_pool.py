@@ -10,6 +10,12 @@ from typing import Any
 
 import pytest
 
+from mlx_spec import cores, generate, load
+from mlx_spec.cores import usable_cores
+from mlx_spec.settings import reset_settings
+from mlx_spec.testing.tiny import write_llama
+from mlx_spec_cpu import native
+
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 1000])
@@ -19,9 +25,49 @@ def test_every_task_runs_once(library: Any, threads: int, count: int) -> None:
     assert library.count_in_parallel(count) == count
 
 
-def test_the_default_is_the_cpuset(library: Any) -> None:
+def test_the_default_is_what_cpuset_and_quota_allow(library: Any) -> None:
     assert library.usable_cores() == len(os.sched_getaffinity(0))
-    assert library.threads() == library.usable_cores()
+    assert library.threads() == usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("quota", "asked", "threads"), [(None, None, 6), (2, None, 2), (2, "4", 4), (2, "99", 6), (9, "1", 1)]
+)
+def test_what_is_asked_for_wins_over_the_quota(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, asked: str | None, threads: int
+) -> None:
+    monkeypatch.setattr(cores, "cpu_quota", lambda *_: quota)
+    monkeypatch.setattr(cores, "cpuset_cores", lambda: 6)
+    if asked is None:
+        monkeypatch.delenv("MLX_SPEC_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("MLX_SPEC_THREADS", asked)
+    reset_settings()
+    assert native._threads() == threads
+
+
+def test_two_engines_share_the_threads(library: Any, tmp_path: Path) -> None:
+    """Both at work at once start fewer threads than a second pool has, their callers and streams included."""
+    workers = 11
+    library.set_threads(workers + 1)
+    library.count_in_parallel(100)
+    before = threads_of_this_process()
+    target, _ = write_llama(tmp_path, seed=1)
+    answers: list[list[int]] = [[], []]
+
+    def work(i: int) -> None:
+        pair = load(str(target), kind="none")
+        answers[i] = list(generate(pair, [3, 4, 5], max_tokens=40, ignore_eos=True).token_ids)
+
+    callers = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for caller in callers:
+        caller.start()
+    most = 0
+    while any(caller.is_alive() for caller in callers):
+        most = max(most, threads_of_this_process())
+        time.sleep(0.002)
+    assert len(answers[0]) == 40 and answers[0] == answers[1]
+    assert most < before + workers
 
 
 def test_callers_on_several_threads_take_turns(library: Any) -> None:

@@ -20,7 +20,9 @@ import mlx.nn as nn
 
 from mlx_spec.state import KVState
 
-from .modules import RowLinear, RowQuantizedLinear, RowRMSNorm, attend, attending, packed
+from .activation import acting
+from .attention import attend, attending
+from .modules import RowLinear, RowQuantizedLinear, RowRMSNorm, packed
 from .recipe import Recipe
 from .rope import rotation
 from .twins import twin
@@ -128,7 +130,9 @@ def covered(block: Any) -> bool:
     family: Any = import_module(own.__module__)
     attention: Any = block.self_attn
     mlp: Any = block.mlp
-    if (type(attention), type(mlp)) != (attending(family.Attention), family.MLP) or rotation(attention.rope) is None:
+    kinds = (type(attention), type(mlp))
+    known = [(attending(family.Attention), mlp_kind) for mlp_kind in (family.MLP, acting(family.MLP))]
+    if kinds not in known or rotation(attention.rope) is None:
         return False
     linear = [attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     linear += [mlp[name] for name in ("gate_proj", "up_proj", "down_proj")]

@@ -9,26 +9,24 @@ activations, float64, other quantisation modes) goes to the layer's own implemen
 
 from __future__ import annotations
 
-from functools import cache
-from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import base
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_spec.kernels import swap_modules
 from mlx_spec.linear import HeldLinear
 
+from .activation import swap_activation
+from .attention import swap_attention
+from .convolution import CONVOLUTION
 from .native import library
 from .recurrence import RECURRENCE
 from .rope import ROPE
-from .twins import FLOATS, Rule, swapper, twin
+from .twins import FLOATS, GROUPS, Rule, swapper
 
 INDICES = (mx.int32, mx.uint32, mx.int64)
-GROUPS = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,)}
-KV_BITS = (4, 8)
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
 
 
@@ -146,58 +144,13 @@ EXPERTS: tuple[Rule, ...] = (
 NORM: tuple[Rule, ...] = ((nn.RMSNorm, RowRMSNorm, _plain),)
 
 
-ATTEND = "scaled_dot_product_attention"
-
-
-def attend(
-    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
-) -> mx.array:
-    """As mlx-lm's function, which sinks go to: (B, H, L, D) over plain or packed K/V -> (B, H, L, Dv)."""
-    masked, packed = isinstance(mask, mx.array), not isinstance(keys, mx.array)
-    stored = (keys[1], values[1]) if packed else (keys, values)
-    alike = all(part.dtype in FLOATS and (packed or part.dtype == queries.dtype) for part in stored)
-    known = not packed or (cache.bits in KV_BITS and cache.group_size in GROUPS["affine"])
-    if sinks is not None or not (alike and known) or queries.dtype not in FLOATS or (masked and not _added(mask)):
-        return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
-    hidden = (mask if masked else None, mask == "causal")
-    if packed:
-        return library().packed_attention(queries, keys, values, scale, cache.group_size, cache.bits, *hidden)
-    return library().attention(queries, keys, values, scale, *hidden)
-
-
-def _added(mask: mx.array) -> bool:
-    return mask.dtype in (mx.bool_, *FLOATS)
-
-
-def swap_attention(module: nn.Module) -> nn.Module | None:
-    """A layer whose code calls mlx-lm's attention function, as one that calls `attend`; None for others."""
-    own: Any = type(module)
-    kind = attending(own)
-    return None if kind is None else twin(module, kind)
-
-
-@cache
-def attending(kind: Any) -> type | None:
-    """The subclass of an attention layer that runs the same code and means `attend` by the name."""
-    call = vars(kind).get("__call__")
-    if not isinstance(call, FunctionType) or ATTEND not in call.__code__.co_names:
-        return None
-    if call.__globals__.get(ATTEND) is not base.scaled_dot_product_attention:
-        return None
-    own = FunctionType(
-        call.__code__, {**call.__globals__, ATTEND: attend}, "__call__", call.__defaults__, call.__closure__
-    )
-    own.__kwdefaults__ = call.__kwdefaults__
-    return type(f"Row{kind.__name__}", (kind,), {"__call__": own, "__doc__": kind.__doc__, "__module__": __name__})
-
-
 def swap_tree(module: nn.Module) -> nn.Module:
     """`module` with every layer replaced that a kernel covers."""
     from .layers import swap_block
 
     library()
-    for rules in (LINEAR, EXPERTS, NORM, ROPE, RECURRENCE):
+    for rules in (LINEAR, EXPERTS, NORM, ROPE, RECURRENCE, CONVOLUTION):
         module, _ = swap_modules(module, swapper(rules))
-    module, _ = swap_modules(module, swap_attention)
-    module, _ = swap_modules(module, swap_block)
+    for swap in (swap_attention, swap_activation, swap_block):
+        module, _ = swap_modules(module, swap)
     return module

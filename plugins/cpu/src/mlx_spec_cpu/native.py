@@ -11,7 +11,7 @@ from mlx_spec.errors import RefusedError
 
 REBUILD = "pip install --force-reinstall --no-deps ./plugins/cpu (make clean and make demo for a clone's .venv)"
 # What the Python side calls in the library; native/bindings.cpp has the number of what it offers.
-INTERFACE = 5
+INTERFACE = 6
 
 
 def ready() -> tuple[bool, str]:
@@ -67,7 +67,7 @@ def _library() -> tuple[ModuleType | None, str]:
             reason = "a library that does not know this MLX's arrays"
     if reason:
         return None, reason
-    module.set_threads(_threads(module.usable_cores()))
+    module.set_threads(_threads())
     return module, ""
 
 
@@ -78,9 +78,10 @@ def mismatch(built_for: str, found: str) -> str:
     return f"a library built for MLX {built_for}, while MLX {found} runs"
 
 
-def _threads(cores: int) -> int:
-    """MLX_SPEC_THREADS, but not more than the cores this process may use."""
+def _threads() -> int:
+    """MLX_SPEC_THREADS within the cpuset; without it every core that the CPU quota keeps busy."""
+    from mlx_spec.cores import cpuset_cores, usable_cores
     from mlx_spec.settings import get_settings
 
     asked = get_settings().threads
-    return cores if asked is None else min(asked, cores)
+    return usable_cores() if asked is None else min(asked, cpuset_cores())

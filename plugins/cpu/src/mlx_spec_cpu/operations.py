@@ -124,6 +124,22 @@ def rows_reference(
     return mx.dequantize(weight[indices], scales[indices], chosen, group_size=group_size, bits=bits, mode=mode)
 
 
+def activation_reference(gate: mx.array, x: mx.array | None = None, act: str = "silu") -> mx.array:
+    """act(gate) * x, act "silu" or "gelu-tanh", by mlx's own operations."""
+    import mlx.nn as nn
+
+    y = nn.silu(gate) if act == "silu" else nn.gelu_approx(gate)
+    return y if x is None else y * x
+
+
+def short_convolution_reference(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
+    """x (B, T, C) with taps (K, C), channel by channel: (B, T - K + 1, C), by mlx's own operation."""
+    import mlx.core as mx
+
+    y = mx.conv1d(x, weight.T[..., None], groups=weight.shape[1])
+    return y if bias is None else y + bias
+
+
 def gated_delta_reference(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -170,6 +186,16 @@ def build_attention() -> Callable[..., Any]:
 def build_packed_attention() -> Callable[..., Any]:
     """The attention over packed keys and values."""
     return library().packed_attention  # type: ignore[no-any-return]
+
+
+def build_activation() -> Callable[..., Any]:
+    """The activations."""
+    return library().activation  # type: ignore[no-any-return]
+
+
+def build_short_convolution() -> Callable[..., Any]:
+    """The convolution along each channel."""
+    return library().short_convolution  # type: ignore[no-any-return]
 
 
 def build_gated_delta() -> Callable[..., Any]:
@@ -237,7 +263,7 @@ def swap_gated_delta(module: nn.Module) -> nn.Module | None:
 
 def swap_attention(module: nn.Module) -> nn.Module | None:
     """Attention layers of mlx-lm."""
-    from .modules import swap_attention
+    from .attention import swap_attention
 
     return swap_attention(module)
 
@@ -247,3 +273,17 @@ def swap_layers(module: nn.Module) -> nn.Module | None:
     from .layers import swap_block
 
     return swap_block(module)
+
+
+def swap_activation(module: nn.Module) -> nn.Module | None:
+    """Activations, and layers of mlx-lm that call one."""
+    from .activation import swap_activation
+
+    return swap_activation(module)
+
+
+def swap_convolution(module: nn.Module) -> nn.Module | None:
+    """nn.Conv1d along each channel."""
+    from .convolution import swap_convolution
+
+    return swap_convolution(module)

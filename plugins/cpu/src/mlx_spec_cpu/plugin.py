@@ -34,4 +34,9 @@ def spec_register(register: Register) -> None:
     register.kernel(
         Kernel("replay-delta", cpu, "bitwise", op.build_replay_delta, op.replay_delta_reference, ready=ready)
     )
+    register.kernel(
+        Kernel("activation", cpu, "1e-5", op.build_activation, op.activation_reference, op.swap_activation, ready)
+    )
+    short = ("short-convolution", cpu, "1e-5", op.build_short_convolution, op.short_convolution_reference)
+    register.kernel(Kernel(*short, op.swap_convolution, ready))
     register.kernel(Kernel("layers", cpu, "1e-5", op.build_layer, op.layer_reference, op.swap_layers, ready))

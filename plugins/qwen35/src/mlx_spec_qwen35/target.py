@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
@@ -172,7 +171,7 @@ def linear_attention(net: Any, x: mx.array, state: DeltaState, tape: bool) -> mx
     rows, z = net.in_proj_qkv(x), net.in_proj_z(x).reshape(B, L, Hv, Dv)
     b, a = net.in_proj_b(x), net.in_proj_a(x)
     joined = state.joined(rows, net.conv_kernel_size - 1)
-    q, k, v = mx.split(nn.silu(net.conv1d(joined)), [net.key_dim, 2 * net.key_dim], axis=-1)
+    q, k, v = mx.split(net.silu(net.conv1d(joined)), [net.key_dim, 2 * net.key_dim], axis=-1)
     q, k, v = q.reshape(B, L, Hk, Dk), k.reshape(B, L, Hk, Dk), v.reshape(B, L, Hv, Dv)
     q, k = normalize_qk(q, k, inv_scale=Dk**-0.5, eps=NORM_EPS)
     g = compute_g(net.A_log, a, net.dt_bias)

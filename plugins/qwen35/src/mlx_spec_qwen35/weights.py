@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
 from mlx_spec.errors import LoadError
@@ -46,13 +47,13 @@ Weights = dict[str, mx.array]
 
 
 class Qwen35Model(qwen3_5.Model):
-    """mlx-lm's model with a gated-delta module in every linear layer, filled from any of the layouts."""
+    """mlx-lm's model, filled from any of the layouts; its linear layers hold what kernels may replace."""
 
     def __init__(self, args: Any):
         super().__init__(args)
         for layer in self.language_model.model.layers:
             if layer.is_linear:
-                layer.linear_attn.gated_delta = GatedDelta()
+                layer.linear_attn.gated_delta, layer.linear_attn.silu = GatedDelta(), nn.SiLU()
 
     def sanitize(self, weights: Weights) -> Weights:
         """Tensors as they are in the files -> as this module's parameters."""
