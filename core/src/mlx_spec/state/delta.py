@@ -74,7 +74,8 @@ class DeltaState(State):
 
     Invariants: `_live` is the state at `lengths`, None while nothing is held. `_base` is the state at the last
     mark and `_tape` what was appended since; the tape of row b begins after its first `_pad[b]` steps, which
-    pad it to the longest of a merge. Without a mark nothing is recorded.
+    pad it to the longest of a merge. Without a mark nothing is recorded. `_joined` is the convolution's input
+    while the tape is one run of a layer: every window that a rewind can return to is a piece of it.
     """
 
     def __init__(self, batch: int = 1):
@@ -82,6 +83,7 @@ class DeltaState(State):
         self._live: Held | None = None
         self._base: Held | None = None
         self._tape: list[Steps] = []
+        self._joined: mx.array | None = None
         self._pad = [0] * batch
         self._marked = False
         self._rule = GatedDelta()
@@ -135,6 +137,7 @@ class DeltaState(State):
             if self._base is None and not self._tape:
                 held = Held(joined[:, : joined.shape[1] - count], mx.zeros_like(recurrent))
                 self._base = self._live or held
+            self._joined = joined if not self._tape else None
             self._tape.append(steps)
         self._live, self._rule = Held(mx.contiguous(joined[:, count:]), after, rule), rule
         self._lengths = [n + count for n in self._lengths]
@@ -233,6 +236,7 @@ class DeltaState(State):
 
     def _set_mark(self) -> None:
         self._base, self._tape, self._pad, self._marked = self._live, [], [0] * len(self._lengths), True
+        self._joined = None
 
     def _unmark(self) -> None:
         self._set_mark()
@@ -253,7 +257,8 @@ class DeltaState(State):
             return
         tape = _aligned(_one(self._tape), self._pad)
         keep = mx.array(counts, dtype=mx.int32)
-        window = _from(mx.concatenate([base.window, tape.rows], axis=1), counts, base.window.shape[1])
+        joined = mx.concatenate([base.window, tape.rows], axis=1) if self._joined is None else self._joined
+        window = _from(joined, counts, base.window.shape[1])
         self._live = Held(window, Owed(base.recurrent, tape.k, tape.g, tape.delta, keep), self._rule)
 
     @classmethod
