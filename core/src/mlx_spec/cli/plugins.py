@@ -63,32 +63,36 @@ def describe(record: PluginRecord) -> dict[str, Any]:
 
 
 def _describe_kernel(owner: str, kernel: Kernel) -> dict[str, Any]:
-    """One kernel as JSON; `runs` and `detail` say whether it can run here, as what, or why not."""
+    """One kernel as JSON; `runs` and `detail` say whether it can run here, as what, or why not.
+
+    `fits` tells a kernel for this device from one for another.
+    """
     from ..kernels import device_kind, judge
 
     try:
         device = device_kind()
     except ImportError as error:  # a listing works without mlx, the kernels do not
-        runs, detail = False, str(error)
+        fits, runs, detail = True, False, str(error)
     else:
         found = judge(owner, kernel)
-        runs, detail = found.ok, found.detail
-        if device not in kernel.backends:
+        fits, runs, detail = device in kernel.backends, found.ok, found.detail
+        if not fits:
             runs, detail = False, f"made for {'/'.join(kernel.backends)}, while MLX runs on {device}"
     return {
         "op": kernel.op,
         "backends": list(kernel.backends),
         "claim": kernel.claim,
+        "fits": fits,
         "runs": runs,
         "detail": detail,
     }
 
 
 def _idle(row: dict[str, Any]) -> dict[str, list[str]]:
-    """Reason -> ops of the kernels that cannot run here."""
+    """Reason -> ops of the kernels for this device that cannot run."""
     idle: dict[str, list[str]] = {}
     for kernel in row["kernels"]:
-        if not kernel["runs"]:
+        if kernel["fits"] and not kernel["runs"]:
             idle.setdefault(kernel["detail"] or "the plugin does not say why", []).append(kernel["op"])
     return idle
 
