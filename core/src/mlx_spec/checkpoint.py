@@ -57,6 +57,8 @@ _POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_emb
 _PER_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 _NUMBERS = ("rms_norm_eps", "layer_norm_eps", "rope_theta")
 _OBJECTS = ("text_config", "quantization", "quantization_config")
+MAX_LAYERS = 10_000
+"""More layers than any model has; libraries build a list or a module for each that config.json declares."""
 
 
 # -- config.json ---------------------------------------------------------------------------------------
@@ -112,6 +114,10 @@ def _check_keys(file: Path, section: Mapping[str, Any], prefix: str) -> None:
         name = prefix + key
         if key in _POSITIVE and not _positive(value):
             raise _bad_key(file, name, value, "a positive integer")
+        if key.endswith("num_hidden_layers") and type(value) is int and value > MAX_LAYERS:
+            raise _bad_key(file, name, value, f"at most {MAX_LAYERS} layers")
+        if key == "architectures" and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+            raise _bad_key(file, name, value, "a list of class names")
         if key in _PER_LAYER and not (_positive(value) or _positive_list(value)):
             raise _bad_key(file, name, value, "a positive integer, or one per layer")
         if key in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float | dict)):
