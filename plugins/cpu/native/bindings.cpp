@@ -62,7 +62,7 @@ double multiply_add_rate() {
 
 NB_MODULE(_native, m) {
   nb::module_::import_("mlx.core");  // registers the array type
-  m.attr("interface") = 6;  // INTERFACE of native.py: raised with every change of names or arguments below
+  m.attr("interface") = 7;  // INTERFACE of native.py: raised with every change of names or arguments below
   m.attr("built_for") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                         std::to_string(MLX_VERSION_PATCH);
   m.def(
@@ -135,6 +135,15 @@ NB_MODULE(_native, m) {
         return spec::replay_delta(state, k, decay, delta, keep, {});
       },
       "state"_a, "k"_a, "g"_a, "delta"_a, "keep"_a);
+  m.def(
+      "resume_delta",
+      [](const mlx::core::array& q, const mlx::core::array& k, const mlx::core::array& v, const mlx::core::array& decay,
+         const mlx::core::array& rate, const mlx::core::array& state, const mlx::core::array& owed_k,
+         const mlx::core::array& owed_decay, const mlx::core::array& owed_delta, const mlx::core::array& keep) {
+        auto made = spec::resume_delta(q, k, v, decay, rate, state, owed_k, owed_decay, owed_delta, keep, {});
+        return std::make_tuple(made[0], made[1], made[2]);
+      },
+      "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "state"_a, "owed_k"_a, "owed_g"_a, "owed_delta"_a, "keep"_a);
   nb::class_<Program>(m, "Program")
       .def("__init__", [](Program* self, const mlx::core::array& like) { new (self) Program{std::make_shared<spec::Program>(like.dtype())}; }, "like"_a)
       .def("input", [](Program& self, int64_t width, int heads) { return self.held->input(width, heads); }, "width"_a, "heads"_a = 0)

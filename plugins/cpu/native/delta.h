@@ -19,4 +19,13 @@ std::vector<mlx::core::array> gated_delta(const mlx::core::array& q, const mlx::
 mlx::core::array replay_delta(const mlx::core::array& state, const mlx::core::array& k, const mlx::core::array& decay,
                               const mlx::core::array& delta, const mlx::core::array& keep, mlx::core::StreamOrDevice stream);
 
+// What a tape still owes, run first, then L steps from there -> y, the state before those steps, delta: the bytes of
+// `replay_delta` and `gated_delta`. Each part of a state goes through both while it is in the caches, and what it is
+// after the last step is not written: those steps are owed in turn.
+std::vector<mlx::core::array> resume_delta(const mlx::core::array& q, const mlx::core::array& k, const mlx::core::array& v,
+                                           const mlx::core::array& decay, const mlx::core::array& rate,
+                                           const mlx::core::array& state, const mlx::core::array& owed_k,
+                                           const mlx::core::array& owed_decay, const mlx::core::array& owed_delta,
+                                           const mlx::core::array& keep, mlx::core::StreamOrDevice stream);
+
 }  // namespace spec

@@ -204,3 +204,37 @@ def test_the_module_is_replaced() -> None:
     assert y.dtype == mx.bfloat16 and raw(rule.replay(given[5], given[1], given[3], delta, mx.array([3]))) == raw(after)
     whole = [a.astype(mx.int32) if i == 2 else a for i, a in enumerate(given)]
     assert mx.array_equal(rule(*whole)[1], GatedDelta()(*whole)[1]).item()
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_resuming_is_a_replay_and_a_run(library: Any, sizes: Any, dtype: mx.Dtype, kernels: str) -> None:
+    assert library.use_kernels(kernels)
+    B = sizes[0]
+    for owed_steps, L in ((1, 1), (5, 3), (40, 2), (3, 70)):
+        before, after = made(owed_steps, *sizes, dtype=dtype, seed=1), made(L, *sizes, dtype=dtype, seed=2)
+        state = before[5]
+        _, _, deltas = library.gated_delta(*before)
+        keep = mx.array([(owed_steps - b) % (owed_steps + 1) for b in range(B)], dtype=mx.int32)
+        tape = before[1], before[3], deltas, keep
+        for threads in (1, 3):
+            library.set_threads(threads)
+            y, base, delta = library.resume_delta(*after[:5], state, *tape)
+            kept = library.replay_delta(state, *tape)
+            wanted = library.gated_delta(*after[:5], kept)
+            assert raw(base) == raw(kept) and raw(y) == raw(wanted[0]) and raw(delta) == raw(wanted[2])
+
+
+def test_resuming_refuses_what_a_replay_and_a_run_refuse(library: Any) -> None:
+    given = made(3, 2, 1, 2, 8, 4)
+    q, k, v, g, beta, state = given
+    _, _, deltas = library.gated_delta(*given)
+    keep = mx.array([1, 2], dtype=mx.int32)
+    library.resume_delta(q, k, v, g, beta, state, k, g, deltas, keep)
+    with pytest.raises(ValueError, match="keep"):
+        library.resume_delta(q, k, v, g, beta, state, k, g, deltas, keep[:1])
+    with pytest.raises(ValueError, match="delta"):
+        library.resume_delta(q, k, v, g, beta, state, k, g, deltas[:, :2], keep)
+    with pytest.raises(ValueError, match="values"):
+        library.resume_delta(q, k, v[..., :1], g, beta, state, k, g, deltas, keep)

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_spec.gated_delta import GatedDelta
+from mlx_spec.gated_delta import GatedDelta, Owed
 
 from .native import library
 from .twins import FLOATS, Rule, swapper
 
 
 class RowGatedDelta(GatedDelta):
-    """GatedDelta in one operation for all steps, and one for a replay.
+    """GatedDelta in one operation for all steps, one for a replay, and one for both.
 
     The state has the bytes of the rule in plain mlx for equal deltas; sums over a key are added in another order.
+    A replay alone reads and writes a whole state; on the way to the next steps it costs its arithmetic.
     """
+
+    resumes = True
 
     def __call__(
         self, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
@@ -31,6 +34,15 @@ class RowGatedDelta(GatedDelta):
         if k.dtype not in FLOATS:
             return super().replay(state, k, g, delta, keep)
         return library().replay_delta(state, k, g.astype(mx.float32), delta, keep.astype(mx.int32))
+
+    def resume(
+        self, owed: Owed, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """As GatedDelta: (y, the state before the steps, delta)."""
+        if any(a.dtype not in FLOATS for a in (q, k, v, beta, owed.k)):
+            return super().resume(owed, q, k, v, g, beta)
+        tape = owed.k, owed.g.astype(mx.float32), owed.delta, owed.keep.astype(mx.int32)
+        return library().resume_delta(q, k, v, g.astype(mx.float32), beta, owed.state, *tape)
 
 
 RECURRENCE: tuple[Rule, ...] = ((GatedDelta, RowGatedDelta, lambda _: True),)
