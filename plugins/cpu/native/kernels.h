@@ -137,8 +137,8 @@ struct Kernels {
   void (*prepare)(const Weights&, const void* x, Type type, int64_t stride, int64_t K, int64_t padded, float* out);
   // Whether rows of this type are multiplied two elements at a time.
   bool (*pairs)(const Weights&, Type type);
-  // One row for that, in no more room than `prepare` takes; false for a row that holds NaN, infinity or values so
-  // large that it has to be prepared as floats.
+  // One row for that, in the room `prepare` takes but at least 128 floats; false for a row that holds NaN, infinity
+  // or values so large that it has to be prepared as floats.
   bool (*prepare_pairs)(const Weights&, const void* x, int64_t stride, int64_t K, float* out);
   // Elements a row is padded to a multiple of.
   int width;

@@ -1,4 +1,4 @@
-// AVX-512 with its bfloat16 products.
+// AVX-512 with its bfloat16 products and byte tables.
 #define SPEC_PAIRS 1
 #include "kernels.h"
 

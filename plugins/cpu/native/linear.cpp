@@ -21,7 +21,9 @@ constexpr int64_t BLOCK_FLOATS = int64_t(8) << 20;  // activations prepared at a
 bool runs(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!strcmp(name, "avx512bf16")) return runs("avx512") && __builtin_cpu_supports("avx512bf16");
+  if (!strcmp(name, "avx512bf16")) {
+    return runs("avx512") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  }
   if (!strcmp(name, "avx512")) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c");
@@ -45,7 +47,7 @@ std::atomic<const Kernels*> chosen{nullptr};
 
 thread_local Buffer rows_buffer, scratch_buffer;
 
-// Floats from one prepared row to the next: rows that begin at the same place of a page would drive each other out
+// Floats from one prepared row to the next, at least 128: rows that begin at the same place of a page would drive each other out
 // of the first-level cache.
 int64_t apart(int64_t padded) { return padded + (128 - padded % 1024 + 1024) % 1024; }
 

@@ -132,6 +132,7 @@ static inline int64_t ahead(int64_t row_bytes, int64_t j, int64_t from, int64_t 
 // A block of packed columns. Past the last column the last one is computed again and never stored.
 template <class D, int bits, int group_size>
 struct PackedBlock {
+  static constexpr int64_t near = NEAR;
   const Product& p;
   const uint8_t* codes;  // of the first column
   const float* scales;   // (BLOCK, K / group, 2): scale and bias
@@ -184,6 +185,7 @@ struct PackedBlock {
 // A block of columns of plain elements, `stride` bytes apart.
 template <class D>
 struct PlainBlock {
+  static constexpr int64_t near = NEAR;
   const Product& p;
   const uint8_t* data;  // of the first column
   int64_t stride;
@@ -218,7 +220,7 @@ struct PlainBlock {
 // MR rows from m on by `columns` (at most BLOCK) from n on.
 template <int MR, int NR, class Source>
 static inline void follow_block(const Product& p, const Source& source, int64_t K, int64_t m, int64_t n, int64_t columns) {
-  constexpr int64_t chunk = NEAR / MR / 128 * 128;
+  constexpr int64_t chunk = Source::near / MR / 128 * 128;
   static_assert(chunk > 0 && BLOCK % NR == 0 && BLOCK % 4 == 0);
   vec acc[MR][BLOCK];
   source.template start<MR>(acc, p.x + m, columns);

@@ -1,102 +1,102 @@
-// Rows of bfloat16 by packed codes, two products an instruction (AVX-512 BF16). Included by linear.inl.
+// Rows of bfloat16 by packed codes, two products an instruction (AVX-512 BF16 and VBMI). Included by linear.inl.
 //
-// Codes less their centre c are exact in bfloat16, and so is every product; sums are floats. A group adds
-// scale * sum(x * (q - c)), and (bias + scale * c) * sum(x) of sixteen groups at a time start the chain: one order
-// for every row, whatever is computed next to it. Values that could overflow on that way, infinities and NaN are
-// left to the products of single floats.
+// Codes less a centre are exact in bfloat16, and so is every product; sums are floats. Row invariance: a chain per
+// lane starts with (bias + scale * centre) * sum(x), sixteen groups at a time, and goes on unit after unit with
+// scale * sum(x * (q - centre)). A unit is what 64 bytes hold; a lane takes codes of one group in it, so that lanes of
+// several groups are scaled together. Rows that could overflow on that way, with infinities or NaN, are left to the
+// products of single floats.
 
 typedef __m512bh pair_vec;
 
 constexpr int PAIRS = 2 * W;                  // elements of one vector
-constexpr int CODES_CENTRE_4 = 8, CODES_CENTRE_8 = 128;
+constexpr int UNIT_BYTES = 64;
+constexpr int LARGEST_UNIT = 128;             // elements
 constexpr uint16_t LARGE = (127 + 112) << 7;  // 2 ^ 112 as bfloat16
 
 static inline pair_vec as_pairs(__m512i v) { return reinterpret_cast<pair_vec>(v); }
 
-static inline __m512i word_numbers() {
-  __m512i low = lane_numbers(), even = _mm512_slli_epi32(low, 1);
-  return _mm512_or_si512(even, _mm512_slli_epi32(_mm512_add_epi32(even, _mm512_set1_epi32(1)), 16));
-}
+static inline __m512i as_bfloat16(__m512 low, __m512 high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)); }
 
-// Four-bit codes of a group: vector t, place l holds nibble t + l / d * vectors of 16-bit word l % d, d = size / 4.
-template <int group_size>
-struct PairCodes4 {
-  static constexpr int size = group_size, bits = 4, vectors = size / PAIRS, words = size / 4;
-  struct Group {
-    __m512i codes;
-  };
-
-  static int place(int t, int l) { return l % words * 4 + t + l / words * vectors; }
-
-  static inline Group group(const uint8_t* codes) {
-    __m512i v;
-    if constexpr (size == 128) return {_mm512_loadu_si512(codes)};
-    if constexpr (size == 64) v = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
-    if constexpr (size == 32) v = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    constexpr int log = size == 64 ? 4 : 3;  // of words
-    return {_mm512_srlv_epi16(v, _mm512_mullo_epi16(_mm512_srli_epi16(word_numbers(), log), _mm512_set1_epi16(size / 8)))};
-  }
-
-  // Only the low five bits of an index count, and both halves of the table are alike.
-  static inline pair_vec decode(const uint8_t*, const Group& g, int t, __m512i table) {
-    return as_pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(g.codes, unsigned(4 * t)), table));
+// Four-bit codes: place l of vector t holds nibble t of 16-bit word l. Only the low five bits of an index into 32
+// words count, and both halves of the table are alike.
+struct Nibbles {
+  static constexpr int unit = 128, vectors = 4, bits = 4, tables = 1;  // a lane takes 8 codes in a row
+  __m512i table;
+  static int place(int t, int l) { return 4 * l + t; }
+  inline pair_vec decode(__m512i codes, int t) const {
+    return as_pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, unsigned(4 * t)), table));
   }
 };
 
-template <int group_size>
-struct PairAffine4 : PairCodes4<group_size> {
-  static constexpr float centre = CODES_CENTRE_4;
-  static inline __m512i table() {
+struct PairAffine4 : Nibbles {
+  static constexpr float centre = 8;
+  PairAffine4() {
     __m512 values = _mm512_sub_ps(_mm512_cvtepi32_ps(lane_numbers()), _mm512_set1_ps(centre));
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(values, values));
+    table = as_bfloat16(values, values);
   }
 };
 
-struct PairFp4 : PairCodes4<32> {
+struct PairFp4 : Nibbles {
   static constexpr float centre = 0;
-  static inline __m512i table() {
+  PairFp4() {
     __m512 values = _mm512_set_ps(-6, -4, -3, -2, -1.5f, -1, -0.5f, -0.0f, 6, 4, 3, 2, 1.5f, 1, 0.5f, 0);
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(values, values));
+    table = as_bfloat16(values, values);
   }
 };
 
-template <int group_size>
+// Eight-bit codes: q - 127.5 is i + 0.5 or its negative, i from 0 to 127, looked up byte by byte.
 struct PairAffine8 {
-  static constexpr int size = group_size, bits = 8, vectors = size / PAIRS;
-  static constexpr float centre = CODES_CENTRE_8;
-  struct Group {};
+  static constexpr int unit = 64, vectors = 2, bits = 8, tables = 4;  // four lanes share 16 codes in a row
+  static constexpr float centre = 127.5f;
+  __m512i low[2], high[2];
 
-  static int place(int t, int l) { return t * PAIRS + l; }
-  static inline __m512i table() { return _mm512_setzero_si512(); }
-  static inline Group group(const uint8_t*) { return {}; }
-
-  static inline __m512 centred(const uint8_t* codes) {
-    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_xor_si128(bytes, _mm_set1_epi8(char(0x80)))));
+  PairAffine8() {
+    for (int half = 0; half < 2; half++) {
+      uint8_t bytes[2][64];
+      for (int i = 0; i < 64; i++) {
+        const uint32_t value = float_to_bits(float(64 * half + i) + 0.5f);
+        bytes[0][i] = uint8_t(value >> 16), bytes[1][i] = uint8_t(value >> 24);
+      }
+      low[half] = _mm512_loadu_si512(bytes[0]), high[half] = _mm512_loadu_si512(bytes[1]);
+    }
   }
-  static inline pair_vec decode(const uint8_t* codes, const Group&, int t, __m512i) {
-    codes += t * PAIRS;
-    return _mm512_cvtne2ps_pbh(centred(codes + W), centred(codes));
+  static int place(int t, int l) { return l / 8 * 16 + 8 * t + l % 8; }
+  inline pair_vec decode(__m512i codes, int t) const {
+    const __m512i sign = _mm512_set1_epi8(char(0x80));
+    const __mmask64 negative = _mm512_testn_epi8_mask(codes, sign);
+    const __m512i i = _mm512_mask_sub_epi8(codes, negative, _mm512_set1_epi8(-1), codes);  // seven bits of it count
+    const __m512i bottom = _mm512_permutex2var_epi8(low[0], i, low[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(high[0], i, high[1]);
+    const __m512i top = _mm512_mask_add_epi8(magnitude, negative, magnitude, sign);
+    return as_pairs(t ? _mm512_unpackhi_epi8(bottom, top) : _mm512_unpacklo_epi8(bottom, top));
   }
 };
 
 static int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Floats from the beginning of a row of pairs to the sums of its groups; both are in whole vectors.
-static int64_t sums_of(int64_t K) { return rounded_up(K / 2, W); }
+static int64_t sums_of(int64_t K) { return rounded_up(K, LARGEST_UNIT) / 2; }
 
-template <class D>
+// Groups in a unit, at least one; scales of a column are stored in whole units.
+template <class D, int group>
+constexpr int groups_of_unit = D::unit > group ? D::unit / group : 1;
+
+template <class D, int group>
 struct PairBlock {
+  static constexpr int64_t near = 2 * NEAR;
+  static constexpr int together = groups_of_unit<D, group>;
   const Product& p;
-  const uint8_t* codes;           // of the first column
-  const float *scales, *biases;   // (BLOCK, K / group), (BLOCK, K / group in whole vectors)
+  const D& code;
+  const uint8_t* codes;          // of the first column
+  const float *scales, *biases;  // (BLOCK, K / group), a column in whole units, in whole vectors
 
   template <int MR>
   inline void start(vec (&acc)[MR][BLOCK], const float* const* x, int64_t columns) const {
-    const int64_t groups = rounded_up(p.K / D::size, W), sums = sums_of(p.K);
+    const int64_t groups = rounded_up(p.K / group, W), sums = sums_of(p.K);
+    for (auto& row : acc)
+      for (auto& a : row) a = zero();
+    if (D::centre == 0) return;  // no biases either
     for (int64_t j = 0; j < columns; j++) {
-      for (int i = 0; i < MR; i++) acc[i][j] = zero();
-      if (D::centre == 0) continue;  // no biases either
       for (int64_t g = 0; g < groups; g += W) {
         vec b = load(biases + j * groups + g);
 #pragma GCC unroll 8
@@ -105,12 +105,23 @@ struct PairBlock {
     }
   }
 
+  static inline vec lanes_of_scales(const float* scale) {
+    if constexpr (together == 1) return ones(*scale);
+    constexpr int log = together == 2 ? 3 : together == 4 ? 2 : 1;  // of the lanes that share a scale
+    const __m512i which = _mm512_srli_epi32(lane_numbers(), log);
+    if constexpr (together == 2) {
+      return _mm512_permutexvar_ps(which, _mm512_castpd_ps(_mm512_castpd128_pd512(_mm_load_sd(reinterpret_cast<const double*>(scale)))));
+    } else if constexpr (together == 4) {
+      return _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_loadu_ps(scale)));
+    } else {
+      return _mm512_permutexvar_ps(which, _mm512_castps256_ps512(_mm256_loadu_ps(scale)));
+    }
+  }
+
   template <int MR, int NR>
   inline void follow(vec (&acc)[MR][BLOCK], const float* const* x, int64_t j, int64_t columns, int64_t from, int64_t to) const {
     constexpr int V = D::vectors;
-    constexpr int64_t group_bytes = D::size * D::bits / 8;
-    const int64_t groups = p.K / D::size;
-    const __m512i table = D::table();
+    const int64_t stride = rounded_up(p.K / group, together), whole = from + (to - from) / D::unit * D::unit;
     Chains<MR, NR> chains;
     chains.take(acc, j);
     const uint8_t* at[NR];
@@ -119,152 +130,190 @@ struct PairBlock {
     for (int c = 0; c < NR; c++) {
       const int64_t column = j + c < columns ? j + c : columns - 1;
       at[c] = codes + column * p.w.row_bytes + from * D::bits / 8;
-      scale[c] = scales + column * groups + from / D::size;
+      scale[c] = scales + column * stride + from / group;
     }
     const uint8_t* next = codes + ahead(p.w.row_bytes, j, from * D::bits / 8, to * D::bits / 8);
-    for (int64_t first = from; first < to; first += D::size, next += NR * group_bytes) {
+    auto one = [&](int64_t first, const __m512i (&stored)[NR]) {
       pair_vec w[NR][V];
-      for (int64_t byte = 0; byte < NR * group_bytes; byte += 64) __builtin_prefetch(next + byte, 0, 2);
+      vec s[NR];
+      const D& now = D::tables > 1 ? *held(&code) : code;  // many tables stay in memory: chains need the registers
 #pragma GCC unroll 8
       for (int c = 0; c < NR; c++) {
-        typename D::Group group = D::group(at[c]);
+        s[c] = lanes_of_scales(scale[c]);
 #pragma GCC unroll 8
-        for (int t = 0; t < V; t++) w[c][t] = D::decode(at[c], group, t, table);
+        for (int t = 0; t < V; t++) w[c][t] = now.decode(stored[c], t);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < MR; i++) {
-        pair_vec v[V];
+        vec sum[NR];
 #pragma GCC unroll 8
-        for (int t = 0; t < V; t++) v[t] = reinterpret_cast<pair_vec>(held(load(x[i] + first / 2 + t * W)));
+        for (int c = 0; c < NR; c++) sum[c] = zero();
 #pragma GCC unroll 8
-        for (int c = 0; c < NR; c++) {
-          vec sum = zero();
+        for (int t = 0; t < V; t++) {
+          const pair_vec v = reinterpret_cast<pair_vec>(NR > 1 ? held(load(x[i] + first / 2 + t * W)) : load(x[i] + first / 2 + t * W));
 #pragma GCC unroll 8
-          for (int t = 0; t < V; t++) sum = _mm512_dpbf16_ps(sum, v[t], w[c][t]);
-          chains.now[i][c] = fma(sum, ones(*scale[c]), chains.now[i][c]);
+          for (int c = 0; c < NR; c++) sum[c] = _mm512_dpbf16_ps(sum[c], v, w[c][t]);
         }
-      }
 #pragma GCC unroll 8
-      for (int c = 0; c < NR; c++) at[c] = held(at[c] + group_bytes), scale[c] = held(scale[c] + 1);
+        for (int c = 0; c < NR; c++) chains.now[i][c] = fma(sum[c], s[c], chains.now[i][c]);
+      }
+    };
+    int64_t first = from;
+    for (; first < whole; first += D::unit, next += NR * UNIT_BYTES) {
+      __m512i stored[NR];
+#pragma GCC unroll 8
+      for (int c = 0; c < NR; c++) {
+        __builtin_prefetch(next + c * UNIT_BYTES, 0, 2);
+        stored[c] = _mm512_loadu_si512(at[c]);
+      }
+      one(first, stored);
+#pragma GCC unroll 8
+      for (int c = 0; c < NR; c++) {
+        at[c] = held(at[c] + UNIT_BYTES);
+        const int64_t over = first + D::unit - from;  // groups that a unit is part of are left when they end
+        if (D::unit >= group || over % group == 0) scale[c] = held(scale[c] + together);
+      }
+    }
+    if (first < to) {  // less than a unit: x is zero behind the row's end
+      const __mmask64 bytes = (uint64_t(1) << ((to - first) * D::bits / 8)) - 1;
+      __m512i stored[NR];
+      for (int c = 0; c < NR; c++) stored[c] = _mm512_maskz_loadu_epi8(bytes, at[c]);
+      one(first, stored);
     }
     chains.put_back(acc, j);
   }
 };
 
-// Scales of `count` columns from n on, and what a group's sum of x is to be multiplied with. `room` and `scales`
-// hold a vector more than the groups of a block.
-static void pair_floats(const Product& p, int64_t n, int64_t count, float centre, float* scales, float* biases, float* room) {
-  const int64_t groups = p.K / p.w.group, stride = rounded_up(groups, W);
-  widen(p.w.scales, p.w.scale_type, n * groups, count * groups, scales);
-  if (!p.w.biases) return;
-  widen(p.w.biases, p.w.scale_type, n * groups, count * groups, room);
-  for (int64_t j = 0; j < count; j++) {
-    for (int64_t g = 0; g < groups; g += W) {
-      const int64_t left = groups - g, at = j * groups + g;
-      vec b = fma(load(scales + at), ones(centre), load(room + at));
-      store(biases + j * stride + g, _mm512_maskz_mov_ps(left < W ? __mmask16((1 << left) - 1) : __mmask16(-1), b));
+// A vector of which only the first `count` lanes are kept.
+static inline vec first_lanes(vec v, int64_t count) {
+  return count < W ? _mm512_maskz_mov_ps(__mmask16((1 << count) - 1), v) : v;
+}
+
+// Floats of a thread for `pair_product`: biases, scales, and both as they are stored; a vector more after each.
+template <class D, int group>
+struct PairScratch {
+  const int64_t groups, bias_stride, scale_stride;
+  float *biases, *scales, *plain_scales, *plain_biases;
+  PairScratch(const Product& p, float* data)
+      : groups(p.K / group), bias_stride(rounded_up(groups, W)), scale_stride(rounded_up(groups, groups_of_unit<D, group>)) {
+    biases = data, scales = biases + BLOCK * bias_stride + W;
+    plain_scales = scales + BLOCK * scale_stride + W, plain_biases = plain_scales + BLOCK * groups + W;
+  }
+  int64_t size() const { return BLOCK * (bias_stride + scale_stride + 2 * groups) + 4 * W; }
+
+  void read(const Product& p, int64_t n, int64_t count) const {
+    widen(p.w.scales, p.w.scale_type, n * groups, count * groups, plain_scales);
+    if (p.w.biases) widen(p.w.biases, p.w.scale_type, n * groups, count * groups, plain_biases);
+    for (int64_t j = 0; j < count; j++) {
+      for (int64_t g = 0; g < groups; g += W) {
+        const vec s = load(plain_scales + j * groups + g);
+        store(scales + j * scale_stride + g, first_lanes(s, groups - g));
+        if (!p.w.biases) continue;
+        const vec b = fma(s, ones(D::centre), load(plain_biases + j * groups + g));
+        store(biases + j * bias_stride + g, first_lanes(b, groups - g));
+      }
     }
   }
+};
+
+template <int MR, class Block>
+static void pair_rows(const Product& p, const Block& block, int64_t m, int64_t n, int64_t columns) {
+  follow_block<MR, (MR <= 2 ? 4 : 2)>(p, block, p.K, m, n, columns);
 }
 
-template <class D, int MR>
-static void pair_rows(const Product& p, const PairBlock<D>& block, int64_t m, int64_t n, int64_t columns) {
-  follow_block<MR, (MR <= 4 ? 4 : 2)>(p, block, p.K, m, n, columns);
-}
-
-template <class D>
+template <class D, int group>
 static void pair_product(const Product& p, int64_t first, int64_t last) {
-  const int64_t groups = p.K / D::size;
-  float *biases = p.scratch, *scales = biases + BLOCK * rounded_up(groups, W), *room = scales + BLOCK * groups + W;
+  const PairScratch<D, group> scratch(p, p.scratch);
+  const D code;
   for (int64_t n = first; n < last; n += BLOCK) {
     const int64_t count = last - n < BLOCK ? last - n : BLOCK;
-    pair_floats(p, n, count, D::centre, scales, biases, room);
-    const PairBlock<D> block{p, static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes, scales, biases};
+    scratch.read(p, n, count);
+    const uint8_t* codes = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
+    const PairBlock<D, group> block{p, code, codes, scratch.scales, scratch.biases};
     int64_t m = 0;
-    for (; m + 8 <= p.rows; m += 8) pair_rows<D, 8>(p, block, m, n, count);
+    for (; m + 8 <= p.rows; m += 8) pair_rows<8>(p, block, m, n, count);
     switch (p.rows - m) {
-      case 1: pair_rows<D, 1>(p, block, m, n, count); break;
-      case 2: pair_rows<D, 2>(p, block, m, n, count); break;
-      case 3: pair_rows<D, 3>(p, block, m, n, count); break;
-      case 4: pair_rows<D, 4>(p, block, m, n, count); break;
-      case 5: pair_rows<D, 5>(p, block, m, n, count); break;
-      case 6: pair_rows<D, 6>(p, block, m, n, count); break;
-      case 7: pair_rows<D, 7>(p, block, m, n, count); break;
+      case 1: pair_rows<1>(p, block, m, n, count); break;
+      case 2: pair_rows<2>(p, block, m, n, count); break;
+      case 3: pair_rows<3>(p, block, m, n, count); break;
+      case 4: pair_rows<4>(p, block, m, n, count); break;
+      case 5: pair_rows<5>(p, block, m, n, count); break;
+      case 6: pair_rows<6>(p, block, m, n, count); break;
+      case 7: pair_rows<7>(p, block, m, n, count); break;
     }
   }
 }
 
-// f(D{}) for the codes of w.
+// f.template operator()<D, group>() for the codes of w.
 template <class F>
 static auto with_pairs(const Weights& w, F&& f) {
-  if (w.format == Format::fp4) return f(PairFp4{});
+  if (w.format == Format::fp4) return w.group == 16 ? f.template operator()<PairFp4, 16>() : f.template operator()<PairFp4, 32>();
   if (w.bits == 4) {
-    if (w.group == 32) return f(PairAffine4<32>{});
-    return w.group == 64 ? f(PairAffine4<64>{}) : f(PairAffine4<128>{});
+    if (w.group == 32) return f.template operator()<PairAffine4, 32>();
+    return w.group == 64 ? f.template operator()<PairAffine4, 64>() : f.template operator()<PairAffine4, 128>();
   }
-  if (w.group == 32) return f(PairAffine8<32>{});
-  return w.group == 64 ? f(PairAffine8<64>{}) : f(PairAffine8<128>{});
+  if (w.group == 32) return f.template operator()<PairAffine8, 32>();
+  return w.group == 64 ? f.template operator()<PairAffine8, 64>() : f.template operator()<PairAffine8, 128>();
 }
 
 static bool pairs(const Weights& w, Type type) {
-  if (type != Type::bf16 || w.format == Format::dense || w.group < PAIRS) return false;
-  return w.format == Format::fp4 || w.bits == 4 || w.bits == 8;
+  return type == Type::bf16 && (w.format == Format::fp4 || (w.format == Format::affine && (w.bits == 4 || w.bits == 8)));
 }
 
-// Elements of a group in the order their codes are decoded in.
+// Elements of a unit in the order their codes are decoded in.
 template <class D>
-static inline void order_group(const __m512i (&order)[D::vectors], const uint16_t* from, uint16_t* to) {
+static inline void order_unit(const __m512i (&order)[D::vectors], const uint16_t* from, uint16_t* to) {
   __m512i in[D::vectors];
   for (int t = 0; t < D::vectors; t++) in[t] = _mm512_loadu_si512(from + t * PAIRS);
   for (int t = 0; t < D::vectors; t++) {
-    __m512i out;
-    if constexpr (D::vectors == 1) out = _mm512_permutexvar_epi16(order[t], in[0]);
-    if constexpr (D::vectors == 2) out = _mm512_permutex2var_epi16(in[0], order[t], in[1]);
+    __m512i out = _mm512_permutex2var_epi16(in[0], order[t], in[1]);
     if constexpr (D::vectors == 4) {
-      out = _mm512_mask_mov_epi16(_mm512_permutex2var_epi16(in[0], order[t], in[1]),
-                                  _mm512_test_epi16_mask(order[t], _mm512_set1_epi16(2 * PAIRS)),
-                                  _mm512_permutex2var_epi16(in[2], order[t], in[3]));
+      const __mmask32 second = _mm512_test_epi16_mask(order[t], _mm512_set1_epi16(2 * PAIRS));
+      out = _mm512_mask_mov_epi16(out, second, _mm512_permutex2var_epi16(in[2], order[t], in[3]));
     }
     _mm512_storeu_si512(to + t * PAIRS, out);
   }
 }
 
-template <class D>
+template <class D, int group>
 static bool order_row(const uint16_t* x, int64_t stride, int64_t K, float* out) {
-  uint16_t places[D::size], group[D::size];
+  uint16_t places[D::unit];
   __m512i order[D::vectors], largest = _mm512_setzero_si512();
-  for (int i = 0; i < D::size; i++) places[i] = uint16_t(D::place(i / PAIRS, i % PAIRS));
+  for (int i = 0; i < D::unit; i++) places[i] = uint16_t(D::place(i / PAIRS, i % PAIRS));
   for (int t = 0; t < D::vectors; t++) order[t] = _mm512_loadu_si512(places + t * PAIRS);
   uint16_t* to = reinterpret_cast<uint16_t*>(out);
   float* sums = out + sums_of(K);
-  for (int64_t k = 0; k < K; k += D::size, x += D::size * stride, to += D::size) {
-    const uint16_t* from = x;
-    if (stride != 1) {
-      for (int i = 0; i < D::size; i++) group[i] = x[i * stride];
-      from = group;
+  vec total = zero();
+  for (int64_t k = 0; k < K; k += D::unit, to += D::unit) {
+    const int64_t count = K - k < D::unit ? K - k : D::unit;
+    uint16_t unit[D::unit] = {};
+    const uint16_t* from = x + k * stride;
+    if (stride != 1 || count < D::unit) {
+      for (int64_t i = 0; i < count; i++) unit[i] = from[i * stride];
+      from = unit;
     }
-    order_group<D>(order, from, to);
-    vec total = zero();
-    for (int i = 0; i < D::size; i += W) total = fma(load_bf16(to + i), ones(1), total);
-    *sums++ = sum(total);
-    for (int i = 0; i < D::size; i += PAIRS) {
-      __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(to + i), _mm512_set1_epi16(0x7fff));
+    order_unit<D>(order, from, to);
+    for (int64_t i = 0; i < count; i += W) {
+      total = fma(load_bf16(from + i), ones(1), total);
+      if ((k + i + W) % group == 0) *sums++ = sum(total), total = zero();
+    }
+    for (int t = 0; t < D::vectors; t++) {
+      const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(to + t * PAIRS), _mm512_set1_epi16(0x7fff));
       largest = _mm512_max_epu16(largest, magnitude);
     }
   }
-  for (int64_t g = K / D::size; g < rounded_up(K / D::size, W); g++) *sums++ = 0;
+  for (int64_t g = K / group; g < rounded_up(K / group, W); g++) *sums++ = 0;
   return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(short(LARGE))) == 0;
 }
 
 static bool prepare_pairs(const Weights& w, const void* x, int64_t stride, int64_t K, float* out) {
-  return with_pairs(w, [&](auto d) { return order_row<decltype(d)>(static_cast<const uint16_t*>(x), stride, K, out); });
+  return with_pairs(w, [&]<class D, int group>() { return order_row<D, group>(static_cast<const uint16_t*>(x), stride, K, out); });
 }
 
 static void product_of_pairs(const Product& p, int64_t first, int64_t last) {
-  with_pairs(p.w, [&](auto d) { pair_product<decltype(d)>(p, first, last); });
+  with_pairs(p.w, [&]<class D, int group>() { pair_product<D, group>(p, first, last); });
 }
 
 static int64_t pair_scratch(const Product& p) {
-  const int64_t groups = p.K / p.w.group;
-  return BLOCK * (2 * groups + rounded_up(groups, W)) + 2 * W;
+  return with_pairs(p.w, [&]<class D, int group>() { return PairScratch<D, group>(p, p.scratch).size(); });
 }

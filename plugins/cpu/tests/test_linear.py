@@ -162,6 +162,17 @@ def test_bfloat16_rows_are_summed_as_floats(library: Any, bits: int, group: int,
 
 
 @pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("packing", [*PAIRED, Packing("nvfp4", 4, 16)], ids=str)
+def test_bfloat16_rows_that_end_anywhere(library: Any, packing: Packing, kernels: str) -> None:
+    assert library.use_kernels(kernels)
+    for K in range(packing.group_size, 321, packing.group_size):
+        layer, x = make_layer(packing, mx.bfloat16, 18, K), activations(9, K, mx.bfloat16)
+        y = check_blocks(library, layer, x, [1, 3, 8, 9])
+        exact = as_float64(x) @ layer.exact.T
+        assert np.abs(as_float64(y) - exact).max() < TOLERANCE[mx.bfloat16] * np.abs(exact).max(), K
+
+
+@pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("packing", PAIRED, ids=str)
 def test_values_that_overflow_when_multiplied_with_codes(library: Any, packing: Packing, kernels: str) -> None:
     """Rows beyond what codes can be multiplied with, among ordinary ones: each is the row it is alone."""
