@@ -2,6 +2,7 @@
 # make test      install what the tests need into .venv and run them
 # make lint      ruff and mypy
 # make docs      build the documentation into .site; make docs-update rewrites its generated parts
+# make sanitize  run the tests of the CPU kernels compiled with AddressSanitizer and UBSan, in an environment of its own
 # make oracles   compare with independent implementations, in an environment of its own (large)
 
 PYTHON ?= python3
@@ -17,10 +18,11 @@ PROJECTS := constraints.txt core/pyproject.toml plugins/gemma4/pyproject.toml pl
 NATIVE := $(wildcard plugins/cpu/pyproject.toml plugins/cpu/CMakeLists.txt plugins/cpu/native/*)
 # As CMake looks for one: without a compiler the plugin installs, and MLX's own operations run.
 COMPILER = $(shell for name in $${CXX:-} c++ g++ clang++; do command -v $$name && break; done)
+SANITIZER = $(shell command -v g++)
 KERNELS = $(if $(COMPILER),CPU kernels compiled with $(COMPILER),without CPU kernels (no C++ compiler found))
 EXTRA := $(if $(BACKEND),[$(BACKEND)])
 
-.PHONY: demo test lint docs docs-update oracles clean
+.PHONY: demo test lint docs docs-update oracles sanitize clean
 
 demo: .venv/.demo
 	$(BIN)/spec generate -n $(TOKENS)$(if $(PROMPT), -p '$(PROMPT)')
@@ -44,8 +46,16 @@ oracles: .venv-oracles/.installed
 	.venv-oracles/bin/python plugins/qwen35/oracles/check.py
 	.venv-oracles/bin/python plugins/qwen35/oracles/check_mtp.py
 
+# The interpreter is not built with the sanitizers, so their libraries come first; it keeps memory to its end by design.
+# Stack frames moved to the heap would lose the alignment that 64-byte vectors need.
+sanitize: .venv-sanitize/.installed
+	LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(SANITIZER) -print-file-name=lib$(name).so))" \
+	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:strict_string_checks=1 \
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	.venv-sanitize/bin/python -m pytest -p no:cacheprovider -p no:faulthandler plugins/cpu/tests
+
 clean:
-	rm -rf .venv .venv-oracles .site
+	rm -rf .venv .venv-oracles .venv-sanitize .site
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -68,6 +78,14 @@ clean:
 
 .venv/.docs: .venv/.test requirements-docs.txt
 	$(PIP) install -r requirements-docs.txt
+	@touch $@
+
+.venv-sanitize/.installed: $(PROJECTS) $(NATIVE)
+	@test -n "$(SANITIZER)" || { echo "sanitize: found no g++, expected one with its sanitizer libraries. Install it." >&2; exit 1; }
+	$(PYTHON) -m venv .venv-sanitize
+	.venv-sanitize/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -e "./core[testing,cpu]" -e ./plugins/gemma4
+	CXX=$(SANITIZER) .venv-sanitize/bin/python -m pip --disable-pip-version-check --quiet install --force-reinstall --no-deps \
+	  --config-settings=cmake.define.SPEC_SANITIZE=ON --config-settings=build-dir=.venv-sanitize/build ./plugins/cpu
 	@touch $@
 
 .venv-oracles/.installed: $(PROJECTS) requirements-oracles.txt

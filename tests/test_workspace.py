@@ -150,7 +150,16 @@ def test_ci_runs_the_documented_command():
     assert "make test" in (ROOT / "README.md").read_text() and "make demo" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "oracles"])
+def test_ci_runs_the_native_tests_under_sanitizers():
+    script = ROOT / ".ci" / "sanitize"
+    assert script.stat().st_mode & 0o111 and script.read_text().splitlines()[-1] == "exec make sanitize"
+    recipe = (ROOT / "Makefile").read_text().partition("\nsanitize:")[2].partition("\n\n")[0]
+    assert "LD_PRELOAD" in recipe and recipe.endswith("-m pytest -p no:cacheprovider -p no:faulthandler plugins/cpu/tests")
+    options = (ROOT / "plugins/cpu/CMakeLists.txt").read_text()
+    assert "-fsanitize=address,undefined" in options and "-fno-sanitize-recover=all" in options
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "oracles", "sanitize"])
 def test_make_targets_expand(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
