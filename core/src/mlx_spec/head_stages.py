@@ -54,7 +54,8 @@ def pair_stages(target: ModelRef, drafter: ModelRef) -> list[Stage]:
 
     index = tensor_index(drafter.path)
     kind = f"model_type {drafter.model_type} in its config.json"
-    held = f"{len(index)} tensors in {len({info.file for info in index.values()})} file"
+    files = len({info.file for info in index.values()})
+    held = f"{len(index)} tensors in {files} file" + "s" * (files > 1)
     return _finish([Stage("declared", "ok", kind), Stage("tensors", "ok", held)], target, drafter)
 
 
@@ -72,7 +73,7 @@ def declared(config: Mapping[str, Any], heads: Sequence[Head]) -> Stage:
 def present(config: Mapping[str, Any], heads: Sequence[Head], problems: Sequence[Finding]) -> Stage:
     """Whether the promised tensors are there, all of them."""
     if not heads:
-        return Stage("tensors", "no", f"none, where config.json declares {promised_layers(config)} layers", KEEP_HEAD)
+        return Stage("tensors", "no", f"none, where config.json declares {_layers(promised_layers(config))}", KEEP_HEAD)
     broken = next((problem for problem in problems if problem.code == "C03"), None)
     if broken is not None:
         return Stage("tensors", "no", f"{broken.found}, expected {broken.expected}", broken.next_step)
@@ -90,6 +91,10 @@ def _finish(stages: list[Stage], target: ModelRef, drafter: ModelRef) -> list[St
     worst = next((stage for stage in stages if stage.state == "no"), None)
     stages.append(probed(target, drafter) if worst is None else _blocked_probe(worst))
     return stages
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer" + "s" * (count != 1)
 
 
 def _open(names: Sequence[str], reason: str, step: str) -> Iterator[Stage]:

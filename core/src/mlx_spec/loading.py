@@ -91,6 +91,17 @@ def choose_drafter(
     return choice if choice is None or not options else _with_options(choice, options)
 
 
+def idle_head(target: ModelRef) -> str:
+    """A note on the head that a target's checkpoint carries and nobody asked for; "" without one."""
+    from .plugins import get_manager
+
+    try:
+        own = get_manager().registry.drafter_for(target)
+    except SpecError:  # a head that cannot be read is told about when it is asked for
+        return ""
+    return f"the checkpoint carries a head that can draft for it: {KIND_FLAG} {own[1].kind}" if own else ""
+
+
 def _with_options(choice: DrafterChoice, options: Mapping[str, object]) -> DrafterChoice:
     """The same choice with the options in its card; UsageError for one that its drafter does not read."""
     from .plugins import get_manager
@@ -235,7 +246,8 @@ def validate_pair(target: ModelRef, choice: DrafterChoice) -> list[Finding]:
 
     answers = get_manager().ask_each("spec_validate_pair", target=target, drafter=choice.ref, card=choice.card)
     findings = [f for _, answer in answers if answer for f in answer]
-    findings += check_trunk(target, choice.ref, _is_extracted(choice))
+    if choice.kind != FULL_MODEL:
+        findings += check_trunk(target, choice.ref, _is_extracted(choice))
     errors = [f for f in findings if f.severity == "error"]
     if errors:
         raise PairError(findings)

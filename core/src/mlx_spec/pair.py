@@ -15,6 +15,7 @@ from .loading import (
     KIND_FLAG,
     DrafterChoice,
     choose_drafter,
+    idle_head,
     load_drafter,
     load_target,
     open_ref,
@@ -166,6 +167,8 @@ def load(
 
     def work() -> Pair:
         pair = _load(device, plan, target, choose, dtype)
+        if drafter is None and kind is None and (idle := idle_head(pair.target_ref)):
+            plan.notes.append(idle)
         if pair.drafter is not None:
             _choose_width(pair, block_size, block_size_from)
             if plan.active:

@@ -132,6 +132,21 @@ def test_a_head_of_another_model_of_these_sizes_is_refused(mtp_dirs, tmp_path):
     assert caught.value.code == "P30"
 
 
+def test_the_head_in_another_whole_checkpoint_is_refused(mtp_dirs):
+    mine = mtp_dirs(wrapper=True, drafter="own", raw=True)[0]
+    other = mtp_dirs(seed=5, wrapper=True, drafter="own", raw=True)[0]
+    with pytest.raises(PairError, match="another trunk than the one beside the head") as caught:
+        mlx_spec.load(str(other), str(mine), probe=False)
+    assert caught.value.code == "P30"
+
+
+def test_a_head_nobody_asked_for_is_mentioned(mtp_dirs):
+    target = str(mtp_dirs(wrapper=True, drafter="own", raw=True)[0])
+    (note,) = mlx_spec.load(target).plan.notes
+    assert "--draft-kind mtp" in note
+    assert not any("carries a head" in line for line in mlx_spec.load(target, kind="none").plan.notes)
+
+
 def test_a_head_that_is_not_whole_is_named(mtp_dirs, tmp_path):
     source = shutil.copytree(raw(mtp_dirs), tmp_path / "source")
     file = source / "model.safetensors.index.json"

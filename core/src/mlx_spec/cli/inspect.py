@@ -69,8 +69,12 @@ def command(
 
 
 def stage_rows(stages: Sequence[Stage]) -> list[tuple[str, str, str, str]]:
-    """Stages as rows; a next step is shown where there is one."""
-    return [(s.name, s.state, s.reason, "" if s.next_step == NOTHING else s.next_step) for s in stages]
+    """Stages as rows; a next step is shown where there is one, and once."""
+    rows, said = [], {NOTHING}
+    for stage in stages:
+        rows.append((stage.name, stage.state, stage.reason, "" if stage.next_step in said else stage.next_step))
+        said.add(stage.next_step)
+    return rows
 
 
 def as_object(report: Inspection) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from ..errors import RefusedError, UsageError
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def taken(out: Path, inside: list[str], overwrite: bool, checkpoint: bool) -> UsageError:
-    """Something is where the output is to be."""
+def taken(out: Path, inside: list[str], overwrite: bool | None, checkpoint: bool) -> UsageError:
+    """Something is where the output is to be; `overwrite` as in `staging.check_output`."""
+    advice = ", or pass --overwrite" if checkpoint and overwrite is False else ""
     return UsageError(
         f"folder {out}",
         found=f"something there already ({', '.join(inside[:4])})",
         expected="a new folder" + (", or a checkpoint to replace" if overwrite else ""),
-        next_step="Choose another folder with -o" + (", or pass --overwrite" if checkpoint and not overwrite else ""),
+        next_step="Choose another folder with -o" + advice,
         code="U65",
     )
 

@@ -20,8 +20,11 @@ UNFINISHED = ".part"
 SPARE_BYTES = 1 << 20  # config.json, tokenizer and what a file system needs besides
 
 
-def check_output(source: Path, out: Path, overwrite: bool = False) -> Path:
-    """`out` made absolute; UsageError unless it is new or empty, or a checkpoint and `overwrite`."""
+def check_output(source: Path, out: Path, overwrite: bool | None = None) -> Path:
+    """`out` made absolute; UsageError unless it is new or empty, or a checkpoint and `overwrite`.
+
+    None for `overwrite` is False where nobody can ask for it.
+    """
     try:
         out, source = out.expanduser().resolve(), source.resolve()
         if out.is_relative_to(source):

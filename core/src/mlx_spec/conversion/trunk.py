@@ -21,8 +21,9 @@ import numpy as np
 
 from ..errors import Finding, LoadError
 from ..heads import is_head, text_section
+from ..identify import carries_embedding
 from ..partialfiles import listed_files
-from ..tensorfiles import HEAD_STEMS, TensorInfo, read_header, read_metadata
+from ..tensorfiles import HEAD_STEMS, TensorInfo, read_header, read_metadata, tensor_index
 from ..types import ModelRef
 
 KEY, SOURCE_KEY = "mlx_spec.trunk", "mlx_spec.source"  # in the metadata of a head's file, and of a converted trunk's
@@ -199,17 +200,29 @@ def check_trunk(target: ModelRef, drafter: ModelRef, extracted: bool = False) ->
     """
     own, beside = target.path == drafter.path, side_files(drafter.path)
     files = beside if own else [file for file in [*listed_files(drafter.path), *beside] if file.exists()]
-    record = recorded(files)
+    record, source = recorded(files), "recorded"
     subject = f"trunk of target {target.name} for the head in {drafter.name}"
+    whole = not own and drafter.model_type == target.model_type
+    if record is None and whole and carries_embedding(drafter.config, tensor_index(drafter.path)):
+        record, source = read_trunk(drafter.path, drafter.config), "the one beside the head"
     if record is None:
         return [unrecorded(subject)] if (own and beside) or (not own and extracted) else []
     verdict, why = compare(record, target.path, target.config)
     if verdict == "other":
         step = "Use the head of this very model: spec convert --keep-mtp keeps it, spec split-mtp extracts it"
-        return [Finding("P30", "error", subject, f"another trunk than recorded ({why})", "the recorded one", step)]
+        return [Finding("P30", "error", subject, f"another trunk than {source} ({why})", "the same one", step)]
     if verdict == "alike":
         step = "Nothing has to be done; a fine-tune of the recorded model may have fewer drafts accepted"
-        return [Finding("P31", "note", subject, f"other weights with the same norms ({why})", "the recorded one", step)]
+        return [
+            Finding(
+                "P31",
+                "note",
+                subject,
+                f"other weights than {source}, with the same norms ({why})",
+                "the same ones",
+                step,
+            )
+        ]
     if verdict == "unknown":
         return [unrecorded(subject, f"nothing to compare ({why})")]
     return []
