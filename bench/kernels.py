@@ -24,7 +24,7 @@ from common import finish, parser
 from mlx_spec_cpu.native import library
 
 GOAL = 1.5
-SLOW = 0.2
+SLOW = 0.2  # seconds a call
 ROWS = (1, 2, 4, 8)
 SIZES = ((2048, 2048), (4096, 4096), (8192, 8192))
 CACHES = 96 << 20  # bytes of weights that no cache of this class of machine holds
@@ -103,7 +103,7 @@ def timer(call: Callable[[Any], mx.array], copies: Sequence[Any]) -> Callable[[]
 
 
 def in_turns(ours: Callable[[], float], theirs: Callable[[], float] | None, runs: int) -> tuple[float, float | None]:
-    """Medians of both sides, run in turns; the first turn warms up. A side that takes SLOW seconds runs once."""
+    """Medians of both sides, run in turns; the first turn warms up, a side slower than SLOW runs once."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(runs + 1):
         for side, run in enumerate((ours, theirs)):
