@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from delta_inputs import inputs
 from mlx_lm.models.gated_delta import gated_delta_ops
 
 from mlx_spec.gated_delta import GatedDelta
@@ -12,19 +13,6 @@ from mlx_spec.testing.watch import same_bytes
 
 SHAPES = [(1, 2, 4, 32, 16), (3, 2, 6, 24, 40), (2, 3, 3, 8, 8)]  # B, Hk, Hv, Dk, Dv
 rule = GatedDelta()
-
-
-def inputs(shape, steps, dtype=mx.float32, seed=0):
-    """q, k, v, g, beta, state of `steps` steps; q and k of unit length, in `dtype` but for g and state."""
-    B, Hk, Hv, Dk, Dv = shape
-    keys = mx.random.split(mx.random.key(seed), 6)
-    q, k = (mx.random.normal((B, steps, Hk, Dk), key=key) for key in keys[:2])
-    q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = mx.random.normal((B, steps, Hv, Dv), key=keys[2])
-    g = mx.random.uniform(0.3, 1.0, (B, steps, Hv), key=keys[3])
-    beta = mx.random.uniform(0.0, 1.0, (B, steps, Hv), key=keys[4])
-    state = mx.random.normal((B, Hv, Dv, Dk), key=keys[5])
-    return q.astype(dtype), k.astype(dtype), v.astype(dtype), g, beta.astype(dtype), state
 
 
 def in_float64(q, k, v, g, beta, state):

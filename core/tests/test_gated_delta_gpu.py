@@ -8,7 +8,7 @@ import emulated
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from test_gated_delta import inputs
+from delta_inputs import inputs
 
 from mlx_spec import gated_delta_gpu
 from mlx_spec.gated_delta import GatedDelta

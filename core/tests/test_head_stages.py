@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_split import heads, ref, write_source  # noqa: F401 - heads is a fixture for every test
+from test_split_head import heads, ref, write_source  # noqa: F401 - heads is a fixture for every test
 
 from mlx_spec.conversion.head import split
 from mlx_spec.diskcache import write_entry
