@@ -23,7 +23,7 @@ from ..errors import Finding, LoadError
 from ..heads import is_head, text_section
 from ..identify import carries_embedding
 from ..partialfiles import listed_files
-from ..tensorfiles import HEAD_STEMS, TensorInfo, read_header, read_metadata, tensor_index
+from ..tensorfiles import HEAD_STEMS, TensorInfo, read_header, read_metadata
 from ..types import ModelRef
 
 KEY, SOURCE_KEY = "mlx_spec.trunk", "mlx_spec.source"  # in the metadata of a head's file, and of a converted trunk's
@@ -198,12 +198,13 @@ def check_trunk(target: ModelRef, drafter: ModelRef, extracted: bool = False) ->
 
     extracted: the drafter is of a kind that is made by extraction, so that a record is to be expected.
     """
+    if not any(drafter.path.glob("*.safetensors*")):
+        return []  # nothing that could be a head; what is missing is for those who load it to say
     own, beside = target.path == drafter.path, side_files(drafter.path)
     files = beside if own else [file for file in [*listed_files(drafter.path), *beside] if file.exists()]
     record, source = recorded(files), "recorded"
     subject = f"trunk of target {target.name} for the head in {drafter.name}"
-    whole = not own and drafter.model_type == target.model_type
-    if record is None and whole and carries_embedding(drafter.config, tensor_index(drafter.path)):
+    if record is None and not own and _is_whole(drafter, target, files):
         record, source = read_trunk(drafter.path, drafter.config), "the one beside the head"
     if record is None:
         return [unrecorded(subject)] if (own and beside) or (not own and extracted) else []
@@ -226,6 +227,13 @@ def check_trunk(target: ModelRef, drafter: ModelRef, extracted: bool = False) ->
     if verdict == "unknown":
         return [unrecorded(subject, f"nothing to compare ({why})")]
     return []
+
+
+def _is_whole(drafter: ModelRef, target: ModelRef, files: Sequence[Path]) -> bool:
+    """Whether the head lies in a whole checkpoint of the target's kind: then its own trunk is beside it."""
+    if not files or drafter.model_type != target.model_type:
+        return False
+    return carries_embedding(drafter.config, {name: info for file in files for name, info in read_header(file).items()})
 
 
 def unrecorded(subject: str, found: str = "no record of the trunk it belongs to") -> Finding:
