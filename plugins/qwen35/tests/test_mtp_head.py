@@ -201,7 +201,7 @@ def test_rows_in_changing_company_draft_as_the_reference(mtp_dirs: MakePair) -> 
         alone = mlx_spec.generate(pair, ids, None, count, ignore_eos=True, speculative=False)
         assert handle.result().token_ids == alone.token_ids
         assert handle.result().speculation.fallbacks == []
-    check_drafts(dirs, pair, 30)
+    check_drafts(dirs, pair, 20)  # how many rounds it takes depends on last bits
     drafted = {tokens[:1] for tokens, ids in pair.drafter.seen if ids}
     assert drafted == {tuple(ids[:1]) for n, ids in enumerate(prompts) if n != silent}
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from ..errors import Finding, LoadError
 from ..heads import is_head, text_section
-from ..identify import carries_embedding
 from ..partialfiles import listed_files
 from ..tensorfiles import HEAD_STEMS, TensorInfo, read_header, read_metadata
 from ..types import ModelRef
@@ -163,6 +162,9 @@ def _parse(file: Path, text: str) -> Trunk:
     return Trunk(data["whole"], norms)
 
 
+_TABLE = re.compile(r"(?:^|\.)(?:embed_tokens|wte)\.weight$")  # drafters borrow it from their target
+
+
 # -- comparing ---------------------------------------------------------------------------------------------
 
 
@@ -233,7 +235,7 @@ def _is_whole(drafter: ModelRef, target: ModelRef, files: Sequence[Path]) -> boo
     """Whether the head lies in a whole checkpoint of the target's kind: then its own trunk is beside it."""
     if not files or drafter.model_type != target.model_type:
         return False
-    return carries_embedding(drafter.config, {name: info for file in files for name, info in read_header(file).items()})
+    return any(_TABLE.search(name) for file in files for name in read_header(file))
 
 
 def unrecorded(subject: str, found: str = "no record of the trunk it belongs to") -> Finding:
