@@ -246,7 +246,8 @@ def validate_pair(target: ModelRef, choice: DrafterChoice) -> list[Finding]:
 
     answers = get_manager().ask_each("spec_validate_pair", target=target, drafter=choice.ref, card=choice.card)
     findings = [f for _, answer in answers if answer for f in answer]
-    if choice.kind != FULL_MODEL:
+    told = any(f.severity == "error" for f in findings)  # a pair that does not fit has no trunk in common either
+    if choice.kind != FULL_MODEL and not told:
         findings += check_trunk(target, choice.ref, _is_extracted(choice))
     errors = [f for f in findings if f.severity == "error"]
     if errors:
