@@ -70,7 +70,8 @@ def command(
 
 def stage_rows(stages: Sequence[Stage]) -> list[tuple[str, str, str, str]]:
     """Stages as rows; a next step is shown where there is one, and once."""
-    rows, said = [], {NOTHING}
+    rows: list[tuple[str, str, str, str]] = []
+    said = {NOTHING}
     for stage in stages:
         rows.append((stage.name, stage.state, stage.reason, "" if stage.next_step in said else stage.next_step))
         said.add(stage.next_step)
