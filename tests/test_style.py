@@ -100,6 +100,28 @@ def test_who_catches_everything_says_why():
     assert offences([*SOURCES, *SCRIPTS, *TESTS], silent) == []
 
 
+def test_who_drops_an_exception_says_why():
+    """A handler that neither raises nor looks at what it caught has its reason within it."""
+
+    def dropped(path: Path) -> Iterator[object]:
+        text = path.read_text().splitlines()
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            inside = [part for statement in node.body for part in ast.walk(statement)]
+            if any(
+                isinstance(part, ast.Raise) or (isinstance(part, ast.Name) and part.id == node.name) for part in inside
+            ):
+                continue
+            if not any(
+                "  # " in line or line.lstrip().startswith("# ")
+                for line in text[node.lineno - 1 : node.body[-1].end_lineno]
+            ):
+                yield f"line {node.lineno}: {text[node.lineno - 1].strip()}"
+
+    assert offences([*SOURCES, *SCRIPTS], dropped) == []
+
+
 def test_everything_is_annotated():
     def bare(path: Path) -> Iterator[object]:
         for node in functions(path):

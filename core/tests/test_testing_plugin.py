@@ -13,8 +13,8 @@ from kitrun import Outcome, run_pytest
 
 HEAD = "import pytest\nfrom mlx_spec.testing import *\nfrom mlx_spec.testing import expected_failure\n"
 
-# The source of weakened contracts, each with one fault that the kit must find. Inner runs collect it; this file
-# skips nothing.
+# The source of weakened contracts, as text: each has one fault that the kit must find. Inner runs collect it. The
+# skips and xfails in it are such faults; no test of this project carries one (tests/test_style.py).
 META = '''
 class Kernels(KernelContract):
     """A sound kernel, so that every other test passes."""

@@ -65,5 +65,5 @@ def _limit(folder: Path) -> float | None:
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:
+    except OSError:  # no such control group here: no quota
         return ""

@@ -52,7 +52,7 @@ def distribution_version(name: str) -> str | None:
 
     try:
         return importlib_metadata.version(name)
-    except importlib_metadata.PackageNotFoundError:
+    except importlib_metadata.PackageNotFoundError:  # an answer, not a fault
         return None
 
 

@@ -39,7 +39,7 @@ def read_entry(area: str, key: str, directory: Path | None = None) -> dict[str, 
         value = json.loads(path.read_bytes())
         if not isinstance(value, dict):
             raise ValueError(f"holds a {type(value).__name__}, not an object")
-    except FileNotFoundError:
+    except FileNotFoundError:  # nothing was stored yet
         return None
     except (OSError, ValueError, RecursionError) as error:
         _say("read", path, error, "It is ignored and written anew.")
@@ -71,7 +71,7 @@ def remove_entry(area: str, key: str, directory: Path | None = None) -> bool:
     path = entry_path(area, key, directory)
     try:
         path.unlink()
-    except FileNotFoundError:
+    except FileNotFoundError:  # there was none
         return False
     except OSError as error:
         _say("removed", path, error, "It stays in use.")

@@ -48,7 +48,7 @@ class Handle:
             last = self.outcome is not None  # looked at first: the last event is there before the outcome is
             try:
                 event = self.events.popleft()
-            except IndexError:
+            except IndexError:  # none waits: the reply is over, or the engine has to go on
                 if last:
                     break
                 self._engine.drive(self._has_news)

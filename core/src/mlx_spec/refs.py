@@ -86,7 +86,7 @@ def _at_home(text: str) -> Path:
     """`text` as a path, a leading ~ replaced; it stays where nobody has such a home."""
     try:
         return Path(text).expanduser()
-    except RuntimeError:
+    except RuntimeError:  # no such home; looking the path up will say that it does not exist
         return Path(text)
 
 

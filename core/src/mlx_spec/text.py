@@ -200,7 +200,7 @@ class Detokenizer:
 def _is_utf8(data: bytes) -> bool:
     try:
         data.decode("utf-8")
-    except UnicodeDecodeError:
+    except UnicodeDecodeError:  # the answer
         return False
     return True
 

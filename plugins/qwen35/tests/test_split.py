@@ -147,6 +147,21 @@ def test_a_head_nobody_asked_for_is_mentioned(mtp_dirs):
     assert not any("carries a head" in line for line in mlx_spec.load(target, kind="none").plan.notes)
 
 
+def test_a_head_with_embeddings_of_its_own_is_not_written(mtp_dirs, tmp_path):
+    """Neither command leaves what the loader would refuse."""
+    source = shutil.copytree(raw(mtp_dirs), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (config.get("text_config") or config)["mtp_use_dedicated_embeddings"] = True
+    (source / "config.json").write_text(json.dumps(config))
+    for write in (
+        lambda: split(ref(source), tmp_path / "head"),
+        lambda: convert(ref(source), tmp_path / "out", Options(FOUR, keep_heads=True)),
+    ):
+        with pytest.raises(LoadError, match="mtp_use_dedicated_embeddings.*found True"):
+            write()
+    assert not (tmp_path / "head").exists() and not (tmp_path / "out").exists()
+
+
 def test_a_head_that_is_not_whole_is_named(mtp_dirs, tmp_path):
     source = shutil.copytree(raw(mtp_dirs), tmp_path / "source")
     file = source / "model.safetensors.index.json"

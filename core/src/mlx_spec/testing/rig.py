@@ -83,7 +83,7 @@ class Rig:
         """Whether a prompt may hold it: refusing is what check_prompt is for."""
         try:
             self.target.check_prompt([token])
-        except SpecError:
+        except SpecError:  # the refusal that is asked about
             return False
         return True
 

@@ -33,6 +33,8 @@ def split_head(ref: ModelRef, out: Path, options: Mapping[str, object]) -> Path:
     if files is None:
         raise _refuse(ref, "head", "no head tensors", "a checkpoint that kept its head")
     config = head_config(ref.config, ref.path)
+    if config.text.mtp_use_dedicated_embeddings:
+        raise _refuse(ref, "mtp_use_dedicated_embeddings", "True", "False: a head that borrows its target's embedding")
     problems = check_inventory(config, files.index, files.depth)
     if problems:
         first = problems[0]

@@ -115,7 +115,7 @@ def allowed(kernel: Kernel) -> float | None:
         return None
     try:
         return float(kernel.claim)
-    except ValueError:
+    except ValueError:  # reported to the author
         broken(
             f"claim of kernel {kernel.op}",
             found=repr(kernel.claim),

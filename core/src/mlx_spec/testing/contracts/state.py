@@ -131,7 +131,7 @@ class StateContract(Contract):
             bench.run(states, 4)
             try:
                 states.rewind(mark, [keep])
-            except ValueError:
+            except ValueError:  # as the contract asks
                 bench.expect_lengths(states, (9,), f"after a refused rewind to keep {keep} of 4 rows")
                 continue
             broken(
