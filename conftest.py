@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,18 @@ def _guard_lookup(lookup: Callable[..., Any]) -> Callable[..., Any]:
 socket.socket.connect = _guard(socket.socket.connect)  # type: ignore[method-assign]
 socket.socket.connect_ex = _guard(socket.socket.connect_ex)  # type: ignore[method-assign]
 socket.getaddrinfo = _guard_lookup(socket.getaddrinfo)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Temporary folders of this session and of processes it starts; none of ours may be left when it ends."""
+    folder = tmp_path_factory.mktemp("scratch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield folder
+    left = sorted(path.name for path in folder.iterdir() if "mlx-spec" in path.name)
+    assert not left, f"left behind by the code under test: {left}"
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -83,11 +85,18 @@ def qwen35_checkpoints(options: argparse.Namespace) -> Checkpoints:
     return Checkpoints("qwen35 demo", DEMO, DEMO)
 
 
+def scratch() -> Path:
+    """An empty folder of this process, gone when it ends, be it by an error."""
+    folder = Path(tempfile.mkdtemp(prefix="mlx-spec-bench-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def tiny_gemma4() -> Checkpoints:
     """A random pair of the E2B shape: right for equality and overhead, useless for acceptance."""
     from mlx_spec_gemma4.tiny import write_tiny
 
-    folder = Path(tempfile.mkdtemp(prefix="mlx-spec-bench-"))
+    folder = scratch()
     write_tiny(folder, "E")
     return Checkpoints("tiny random gemma4", folder / "target", folder / "drafter")
 
@@ -114,7 +123,7 @@ def tiny_llama() -> Checkpoints:
     mx.random.seed(7)
     model = Model(ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    folder = Path(tempfile.mkdtemp(prefix="mlx-spec-bench-")) / "llama"
+    folder = scratch() / "llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})

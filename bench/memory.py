@@ -16,12 +16,11 @@ import json
 import resource
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from common import Checkpoints, checkpoints, finish, ids_only, parser, prompts
+from common import Checkpoints, checkpoints, finish, ids_only, parser, prompts, scratch
 
 from mlx_spec.engine import Engine
 from mlx_spec.pair import Pair, load
@@ -55,7 +54,7 @@ def main() -> int:
 
 def lengthened(files: Checkpoints, context: int) -> Checkpoints:
     """The same pair, copied with a longer context when its own is too short."""
-    folder = Path(tempfile.mkdtemp(prefix="mlx-spec-bench-"))
+    folder = scratch()
     changed = False
     for source in (files.target, files.drafter):
         if source is None:

@@ -14,15 +14,13 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from common import Timed, describe, finish, ids_only, parser, shown, take_turns
+from common import Timed, describe, finish, ids_only, parser, scratch, shown, take_turns
 
 import mlx_spec
 from mlx_spec.engine import Engine
@@ -84,7 +82,7 @@ def loaded(options: Any) -> tuple[Pair, str]:
     """The pair, unproven: what is measured does not depend on how exact it is, and replies are compared."""
     if options.target is not None:
         return ids_only(mlx_spec.load(str(options.target), str(options.drafter), probe=False)), options.target.name
-    folder = Path(tempfile.mkdtemp(prefix="mlx-spec-bench-"))
+    folder = scratch()
     folders = write_tiny(folder, 5, drafter="dflash", block_size=options.block, **SIZES)
     return ids_only(mlx_spec.load(*map(str, folders), block_size=options.block, probe=False)), "small random"
 

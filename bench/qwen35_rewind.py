@@ -16,15 +16,13 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import finish, parser
+from common import finish, parser, scratch
 
 from mlx_spec.gated_delta import GatedDelta, Owed
 from mlx_spec.kernels import use_kernels
@@ -90,7 +88,7 @@ def random_target(layers: int) -> Any:
     from mlx_spec_qwen35.weights import target_classes
 
     config = {**CONFIG, "num_hidden_layers": layers}
-    folder = Path(tempfile.mkdtemp(prefix="mlx-spec-bench-"))
+    folder = scratch()
     (folder / "config.json").write_text(json.dumps(config))
     model_class, arguments = target_classes(target_config(config, folder))(config)
     mx.random.seed(7)

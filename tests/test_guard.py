@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -37,3 +40,27 @@ def test_settings_are_the_tests_own(tmp_path):
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     ours = {name for name in os.environ if name.startswith(("LLAMA_ARG_", "MLX_SPEC_"))}
     assert ours == {"MLX_SPEC_CACHE_DIR", "MLX_SPEC_KERNELS"} and get_settings().kernels == ()
+
+
+def test_temporary_folders_are_the_sessions_own(own_scratch):
+    with tempfile.TemporaryDirectory() as name:
+        assert Path(name).parent == own_scratch
+    shown = subprocess.run(
+        [sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"], capture_output=True, text=True
+    )
+    assert shown.stdout.strip() == str(own_scratch)
+
+
+def test_measurements_leave_no_folder_behind(root, tmp_path):
+    """Neither when all went well nor when a script failed in the middle."""
+    script = "from common import scratch, tiny_llama; (scratch() / 'x').mkdir(); print(tiny_llama().target.is_dir())"
+    for end, code in (("", 0), ("; raise RuntimeError('in the middle')", 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", script + end],
+            cwd=root / "bench",
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout.strip()) == (code, "True"), done.stderr
+        assert [path.name for path in tmp_path.iterdir() if "mlx-spec" in path.name] == []

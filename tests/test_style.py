@@ -165,6 +165,20 @@ def test_the_environment_is_read_in_settings_alone():
     assert offences([path for path in SOURCES if path != settings], reads) == []
 
 
+def test_temporary_folders_are_gone_when_their_work_is_done():
+    """A `with` block removes its folder; what `mkdtemp` makes stays, so one place alone calls it."""
+
+    def stays(path: Path) -> Iterator[object]:
+        for node in ast.walk(tree(path)):
+            if "mkdtemp" in (getattr(node, "attr", ""), getattr(node, "id", "")):
+                yield node.lineno
+
+    common = ROOT / "bench" / "common.py"  # removed as the process ends
+    assert len(offences([common], stays)) == 1
+    others = [path for path in [*SOURCES, *SCRIPTS, *TESTS, ROOT / "conftest.py"] if path != common]
+    assert offences(others, stays) == []
+
+
 def test_no_swallowed_exceptions():
     def silent(path: Path) -> Iterator[object]:
         for node in ast.walk(tree(path)):

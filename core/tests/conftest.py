@@ -13,6 +13,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests, e.g. tinymodels
 
 
+@pytest.fixture(scope="session", autouse=True)
+def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What `pairs` writes once per session goes where pytest tidies up."""
+    import pairs
+
+    pairs.folder = tmp_path_factory.mktemp("pairs")
+
+
 class Site:
     """A folder of fake installed distributions, put on sys.path."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import tinymodels
 
@@ -15,12 +14,14 @@ from mlx_spec.models import Drafter, Target
 from mlx_spec.pair import Pair, Plan
 from mlx_spec.types import ModelRef
 
+folder: Path | None = None  # where the checkpoints are written: this session's, set by conftest
+
 
 @cache
 def tiny_target(name: str = "llama", seed: int = 3) -> Target:
     """A tiny random target, written once per session in the real layout and loaded by core."""
     config = tinymodels.CONFIGS[name.removesuffix("_kv32")] | ({"head_dim": 32} if name.endswith("_kv32") else {})
-    path = tinymodels.write_model(Path(mkdtemp(prefix="mlx-spec-")) / name, config, seed=seed)
+    path = tinymodels.write_model(folder / f"{name}-{seed}", config, seed=seed)
     return GenericTarget.load(ModelRef(name, path, read_config(path)))
 
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -17,15 +16,15 @@ import mlx_spec
 from mlx_spec_mimo.tiny import write_tiny
 
 
-@cache
-def _written(options: tuple[tuple[str, Any], ...]) -> Path:
-    return write_tiny(mkdtemp(prefix="mlx-spec-mimo-"), **dict(options))[0]
-
-
 @pytest.fixture(scope="session")
-def folder() -> Callable[..., Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """folder(seed=1, **options): a MiMo directory, never to be changed by a test."""
-    return lambda **options: _written(tuple(sorted({"seed": 1, **options}.items())))
+
+    @cache
+    def written(options: tuple[tuple[str, Any], ...]) -> Path:
+        return write_tiny(tmp_path_factory.mktemp("mimo"), **dict(options))[0]
+
+    return lambda **options: written(tuple(sorted({"seed": 1, **options}.items())))
 
 
 @pytest.fixture(scope="session")
