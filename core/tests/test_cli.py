@@ -87,6 +87,9 @@ REFUSALS = {
     f"generate --seed {HUGE}": "--seed: found '999.* (20003 characters) .*999x', expected a whole number. .*",
     "generate -n -1": "-n / --max-tokens: found -1, expected a whole number of at least 0. Correct the value.",
     "generate --temp warm": "--temp: found 'warm', expected a number. Correct the value.",
+    "generate -n 1_0": "-n / --max-tokens: found '1_0', expected a whole number of at least 0. Correct the value.",
+    "generate --seed ٣": "--seed: found '٣', expected a whole number. Correct the value.",
+    "generate --top-p 0_1.5": "--top-p: found '0_1.5', expected a number. Correct the value.",
     "generate --kv-bits": "--kv-bits: found no value, expected one behind it. Give it a value.",
     "generate --json=3": "--json: found a value, expected none: it is a switch. Drop the value.",
     "inspect": "spec inspect: found no MODEL, expected spec inspect [OPTIONS] MODEL. Add it; see spec inspect --help.",
@@ -105,6 +108,24 @@ def test_refused_command_lines_say_found_expected_and_next_step(line):
     pattern = ".*".join(map(re.escape, REFUSALS[line].split(".*")))
     assert re.fullmatch(pattern + "\n", result.stderr), result.stderr
     assert len(result.stderr) < 400
+
+
+@pytest.mark.parametrize("line", ["bench", "tune", "new drafter x", "convert x", "split-mtp -m x"])
+def test_an_empty_path_is_not_the_folder_one_is_in(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, [*line.split(), "--out", " "])
+    assert result.exit_code == 2 and "--out: found an empty path, expected a folder." in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_and_folders_are_read_by_types_of_our_own():
+    """click's accept 1_0 and digits of every script, and an empty path."""
+    options = [param for name in COMMANDS for param in cli.get_command(click.Context(cli), name).params]
+    numbers = [p for p in options if isinstance(p.type, click.types.IntParamType | click.types.FloatParamType)]
+    ranges = [p for p in numbers if isinstance(p.type, click.IntRange | click.FloatRange)]
+    assert len(numbers) > 15 and len(ranges) > 5
+    assert {type(p.type).__module__ for p in numbers} == {"mlx_spec.cli.values"}
+    assert {type(p.type).__name__ for p in options if "--out" in p.opts} == {"Folder"}
 
 
 def test_refused_command_lines_have_codes():

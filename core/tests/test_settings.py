@@ -60,6 +60,7 @@ def test_twin_of_the_kind(env):
         ("MLX_SPEC_PREFILL_STEP", "many", "a whole number"),
         ("MLX_SPEC_PREFILL_STEP", "0", "at least 1"),
         ("MLX_SPEC_DRAFT_BLOCK_SIZE", "4.5", "a whole number"),
+        ("MLX_SPEC_THREADS", "1_0", "a whole number"),
         ("LLAMA_ARG_DRAFT_BLOCK_SIZE", "-1", "at least 0"),
         ("MLX_SPEC_DRAFT_BLOCK_SIZE", "65", "at most 64"),
         ("LLAMA_ARG_DRAFT_BLOCK_SIZE", "1000", "at most 64"),

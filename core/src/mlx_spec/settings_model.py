@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, AliasGenerator, Field, field_validator
+from pydantic import AliasChoices, AliasGenerator, BeforeValidator, Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from .settings import default_cache_dir, plugin_names, split_names, variables
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Names = Annotated[tuple[str, ...], NoDecode]
+
+
+def _plain(value: object) -> object:
+    """Decimal digits alone: what int() reads beyond them, like 1_0, is a slip."""
+    if isinstance(value, str) and not re.fullmatch(r"\s*[+-]?[0-9]{1,40}\s*", value):
+        raise ValueError("a whole number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_plain)]
 
 
 def _aliases(field: str) -> AliasChoices:
@@ -37,20 +48,20 @@ class Settings(BaseSettings):
     cache_dir: Path = Field(default_factory=default_cache_dir, description="probe memos and learned costs")
 
     draft_kind: str | None = Field(None, description="drafter kind to use")
-    draft_block_size: int | None = Field(None, ge=0, le=64, description="L, verified rows per round, anchor counted")
+    draft_block_size: Whole | None = Field(None, ge=0, le=64, description="L, verified rows per round, anchor counted")
     draft_model: str | None = Field(None, description="drafter directory or repository")
 
     probe: bool = Field(True, description="run the exactness probe before speculating")
     allow_inexact: bool = Field(False, description="speculate although the probe declined")
     governor: bool = Field(True, description="choose the width per round by measured gain")
     quantize_drafter: bool = Field(True, description="pack unquantised matrices of Qwen drafters to 4 bits on load")
-    prefill_step: int = Field(2048, ge=1, description="prompt tokens per prefill chunk")
+    prefill_step: Whole = Field(2048, ge=1, description="prompt tokens per prefill chunk")
     dflash_per_row_accepts: bool = Field(
         True, description="off: rows drafted together by dflash all keep the fewest accepted drafts"
     )
 
     kernels: Names | None = Field(None, description="off leaves all to mlx; op names use only these kernels")
-    threads: int | None = Field(None, ge=1, description="threads of CPU kernels; default: all usable cores")
+    threads: Whole | None = Field(None, ge=1, description="threads of CPU kernels; default: all usable cores")
 
     draft_profile: bool = Field(False, description="time every phase of a round by itself, and print it")
     gap_log: bool = Field(False, description="top-2 gap of every verified row")

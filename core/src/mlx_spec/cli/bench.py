@@ -14,6 +14,7 @@ from ..benchmark.workloads import NAMES, bundled, from_files
 from ..errors import RefusedError, UsageError
 from .options import PairOptions, load_pair, pair_options, read_pair_options
 from .output import note, print_table, progress
+from .values import NUMBER, WHOLE, Folder, Whole
 
 if TYPE_CHECKING:
     from ..benchmark.method import Arm, BenchPlan
@@ -39,22 +40,22 @@ if TYPE_CHECKING:
 @click.option(
     "-n",
     "--max-tokens",
-    type=click.IntRange(16),
+    type=Whole(16),
     default=128,
     show_default=True,
     help="Length of every reply; end ids do not end it.",
 )
-@click.option("--pairs", type=click.IntRange(3), default=3, show_default=True, help="Trials per workload.")
+@click.option("--pairs", type=Whole(3), default=3, show_default=True, help="Trials per workload.")
 @click.option(
     "--arms",
     default="plain,spec",
     show_default=True,
     help="What takes turns, the first being the reference: plain, spec, fixed (no governor).",
 )
-@click.option("--temp", "temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first trial under --temp.")
+@click.option("--temp", "temperature", type=NUMBER, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=WHOLE, default=0, show_default=True, help="Seed of the first trial under --temp.")
 @click.option("--no-chat-template", is_flag=True, help="Use the prompts as they are.")
-@click.option("--out", help="Folder for bench.json and bench.png; files of those names are replaced.")
+@click.option("--out", type=Folder(), help="Folder for bench.json and bench.png; files of those names are replaced.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON document instead of tables.")
 def command(out: str | None, as_json: bool, **values: Any) -> None:
     """Time speculative against plain decoding: warm-up, alternating runs, medians and every raw run.

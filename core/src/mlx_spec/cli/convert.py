@@ -10,6 +10,7 @@ import click
 from ..errors import UsageError
 from .inspect import size
 from .output import Steps, note, on_terminal_stderr, print_json, print_table, progress
+from .values import WHOLE, Folder
 
 if TYPE_CHECKING:
     from ..conversion.checkpoint import Converted
@@ -18,11 +19,9 @@ if TYPE_CHECKING:
 
 @click.command("convert")
 @click.argument("source")
-@click.option(
-    "-o", "--out", required=True, type=click.Path(path_type=Path), metavar="DIRECTORY", help="Folder to write."
-)
-@click.option("--q-bits", type=int, help="Quantise to this many bits per weight (4 when only a mode is given).")
-@click.option("--q-group-size", type=int, help="Weights per scale. Default: the mode's, 64 for affine.")
+@click.option("-o", "--out", required=True, type=Folder(path_type=Path), metavar="DIRECTORY", help="Folder to write.")
+@click.option("--q-bits", type=WHOLE, help="Quantise to this many bits per weight (4 when only a mode is given).")
+@click.option("--q-group-size", type=WHOLE, help="Weights per scale. Default: the mode's, 64 for affine.")
 @click.option("--q-mode", type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), help="Default: affine.")
 @click.option(
     "--dtype",

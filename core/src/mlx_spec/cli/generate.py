@@ -11,6 +11,7 @@ import click
 from ..errors import RefusedError, UsageError, shorten
 from .options import PairOptions, load_pair, pair_options, read_pair_options
 from .output import note, print_json, progress
+from .values import NUMBER, WHOLE, Whole
 
 if TYPE_CHECKING:
     from ..pair import Pair
@@ -28,19 +29,19 @@ DEMO_PROMPT = "def walk(node):\n    for child in node.children:\n        if isin
 @click.option("-p", "--prompt", help="Prompt text; - reads standard input.")
 @click.option("--prompt-file", type=click.Path(dir_okay=False), help="Read the prompt from a file.")
 @click.option("--prompt-ids", help="Token ids, comma-separated or a JSON list.")
-@click.option("-n", "--max-tokens", type=click.IntRange(0), default=256, show_default=True, help="Longest reply.")
-@click.option("--temp", "temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=float, default=1.0, show_default=True)
-@click.option("--top-k", type=int, default=0, show_default=True)
-@click.option("--min-p", type=float, default=0.0, show_default=True)
-@click.option("--seed", type=int, help="Makes sampling repeatable; selects --acceptance coupled.")
+@click.option("-n", "--max-tokens", type=Whole(0), default=256, show_default=True, help="Longest reply.")
+@click.option("--temp", "temperature", type=NUMBER, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=NUMBER, default=1.0, show_default=True)
+@click.option("--top-k", type=WHOLE, default=0, show_default=True)
+@click.option("--min-p", type=NUMBER, default=0.0, show_default=True)
+@click.option("--seed", type=WHOLE, help="Makes sampling repeatable; selects --acceptance coupled.")
 @click.option("--acceptance", type=click.Choice(["rejection", "coupled"]), help="Law under sampling.")
-@click.option("--repetition-penalty", type=float)
-@click.option("--presence-penalty", type=float)
-@click.option("--frequency-penalty", type=float)
-@click.option("--min-tokens", type=int, default=0, help="No end or stop before this many reply tokens.")
+@click.option("--repetition-penalty", type=NUMBER)
+@click.option("--presence-penalty", type=NUMBER)
+@click.option("--frequency-penalty", type=NUMBER)
+@click.option("--min-tokens", type=WHOLE, default=0, help="No end or stop before this many reply tokens.")
 @click.option("--stop", multiple=True, help="Stop string; may be given several times.")
-@click.option("--logprobs", type=int, help="Log-probabilities with this many alternatives (--json).")
+@click.option("--logprobs", type=WHOLE, help="Log-probabilities with this many alternatives (--json).")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end ids.")
 @click.option("--fixed", is_flag=True, help="Always draft the full width (no governor).")
 @click.option("--no-chat-template", is_flag=True, help="Use the prompt as it is.")

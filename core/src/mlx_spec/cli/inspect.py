@@ -8,6 +8,7 @@ import click
 
 from ..head_stages import NOTHING
 from .output import note, print_json, print_table, progress
+from .values import Whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 @click.option(
     "--drafter", "drafters", multiple=True, metavar="DIR", help="Also say whether this drafter fits; repeatable."
 )
-@click.option("--context", type=click.IntRange(min=1), help="Positions for the memory estimate.")
+@click.option("--context", type=Whole(min=1), help="Positions for the memory estimate.")
 @click.option("--kv-bits", type=click.Choice(["4", "8"]), help="Estimate for a quantised K/V state.")
 @click.option("--probe", is_flag=True, help="Load the model with its heads and prove them, for the last stage.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
+from .values import WHOLE, Whole
 
 if TYPE_CHECKING:
     from ..pair import Pair
@@ -44,7 +45,7 @@ def pair_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Target: directory, hub id, or demo:PLUGIN. Default: the first bundled demo pair."),
         click.option("--draft-model", help="Drafter: directory or hub id."),
         click.option("--draft-kind", help=KINDS_HELP),
-        click.option("--draft-block-size", type=int,
+        click.option("--draft-block-size", type=WHOLE,
                      help="L: rows verified per round, anchor counted (K drafts = L - 1)."),
         click.option("--spec-config",
                      help='JSON, e.g. \'{"method":"mtp","num_speculative_tokens":3}\' (K, without the anchor).'),
@@ -56,7 +57,7 @@ def pair_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Values per scale of quantised K/V; divides the head size."),
         click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
                      help="Cast unquantised weights."),
-        click.option("--prefill-step", type=click.IntRange(1), help="Prompt tokens per prefill chunk."),
+        click.option("--prefill-step", type=Whole(1), help="Prompt tokens per prefill chunk."),
     ]  # fmt: skip
     for decorate in reversed(decorators):
         command = decorate(command)

@@ -9,19 +9,16 @@ import click
 from .convert import Share
 from .inspect import size
 from .output import note, print_json, print_table, progress
+from .values import WHOLE, Folder, Whole
 
 
 @click.command("split-mtp")
 @click.option("-m", "--model", required=True, metavar="CKPT", help="Checkpoint with a head: directory or hub id.")
-@click.option(
-    "-o", "--out", required=True, type=click.Path(path_type=Path), metavar="DIRECTORY", help="Folder to write."
-)
-@click.option("--q-bits", type=int, help="Quantise the head to this many bits. Default: weights stay as they are.")
-@click.option("--q-group-size", type=int, help="Weights per scale. Default: the mode's, 64 for affine.")
+@click.option("-o", "--out", required=True, type=Folder(path_type=Path), metavar="DIRECTORY", help="Folder to write.")
+@click.option("--q-bits", type=WHOLE, help="Quantise the head to this many bits. Default: weights stay as they are.")
+@click.option("--q-group-size", type=WHOLE, help="Weights per scale. Default: the mode's, 64 for affine.")
 @click.option("--q-mode", type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), help="Default: affine.")
-@click.option(
-    "--block-size", type=click.IntRange(2, 64), help="L to declare, anchor counted. Default: layers of the head + 2."
-)
+@click.option("--block-size", type=Whole(2, 64), help="L to declare, anchor counted. Default: layers of the head + 2.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     model: str,

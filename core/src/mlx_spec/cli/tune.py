@@ -16,6 +16,7 @@ from ..errors import RefusedError
 from .bench import settle
 from .options import PairOptions, load_pair, pair_options, read_pair_options
 from .output import note, print_table, progress
+from .values import NUMBER, WHOLE, Folder, Whole
 
 if TYPE_CHECKING:
     from ..benchmark.method import BenchPlan
@@ -44,18 +45,18 @@ FEWEST_WIDEST = 6  # L tried at least, where the drafter can do it: what it decl
 @click.option(
     "-n",
     "--max-tokens",
-    type=click.IntRange(16),
+    type=Whole(16),
     default=128,
     show_default=True,
     help="Length of every reply; end ids do not end it.",
 )
-@click.option("--pairs", type=click.IntRange(3), default=3, show_default=True, help="Trials per workload.")
-@click.option("--temp", "temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first trial under --temp.")
+@click.option("--pairs", type=Whole(3), default=3, show_default=True, help="Trials per workload.")
+@click.option("--temp", "temperature", type=NUMBER, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=WHOLE, default=0, show_default=True, help="Seed of the first trial under --temp.")
 @click.option("--no-chat-template", is_flag=True, help="Use the prompts as they are.")
 @click.option("--no-store", is_flag=True, help="Measure only; what is stored stays as it is.")
 @click.option("--forget", is_flag=True, help="Remove what is stored for this pair, without measuring.")
-@click.option("--out", help="Folder for tune.json and tune.png; files of those names are replaced.")
+@click.option("--out", type=Folder(), help="Folder for tune.json and tune.png; files of those names are replaced.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON document instead of tables.")
 def command(out: str | None, as_json: bool, **values: Any) -> None:
     """Time every block size against plain decoding; the best is stored for this pair and machine.

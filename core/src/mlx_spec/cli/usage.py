@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import click
 
 from ..errors import UsageError, shorten
+from .values import Folder
 
 # How click's messages begin that quote the value they are about: "'nope' is not one of ...".
 _ABOUT_A_VALUE = re.compile(r"(?P<value>.+?) is not (?:one of |a valid |in the range )", re.DOTALL)
@@ -116,6 +117,8 @@ def _wanted(param: click.Parameter | None) -> str:
         if kind.min is not None and kind.max is not None:
             return f"{noun} from {kind.min} to {kind.max}"
         return f"{noun} of at least {kind.min}" if kind.min is not None else f"{noun} of at most {kind.max}"
+    if isinstance(kind, Folder):
+        return "a folder"
     if isinstance(kind, click.Path):
         return "a file" if not kind.dir_okay else "a folder" if not kind.file_okay else "a path"
     words = {"integer": "a whole number", "float": "a number", "boolean": "on or off"}
