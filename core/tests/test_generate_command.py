@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from mlx.utils import tree_flatten
 from tinymodels import LLAMA, write_model, write_tokenizer
 
-from mlx_spec import plugins, promptfile, settings
+from mlx_spec import plugins, promptfile, refs, settings
 from mlx_spec.cli import cli, generate, options
 from mlx_spec.errors import LoadError, UsageError
 from mlx_spec.pair import load
@@ -193,6 +193,21 @@ def test_a_demo_nobody_brings_is_refused_with_the_names_there_are(demos):
     result = CliRunner().invoke(cli, ["generate", "-m", "demo:nope"])
     assert result.exit_code == 2 and result.stdout == ""
     assert "found demo:nope" in result.stderr and "one of demo:alpha, demo:zulu" in result.stderr
+
+
+@pytest.mark.parametrize("line", ["inspect {}", "convert {} -o out", "split-mtp -m {} -o out"])
+def test_every_command_that_takes_a_model_takes_a_demo(demos, line, tmp_path, monkeypatch):
+    """These two hold nothing; what is refused is the folder, after it was found."""
+    monkeypatch.chdir(tmp_path)
+    found = CliRunner().invoke(cli, line.format("demo:zulu").split())
+    assert found.exit_code == 1 and "/zulu/target" in found.output + found.stderr
+    wrong = CliRunner().invoke(cli, line.format("demo:nope").split())
+    assert wrong.exit_code == 2 and "found demo:nope, expected one of demo:alpha, demo:zulu" in wrong.stderr
+
+
+def test_a_demo_as_a_drafter_is_the_drafter_of_the_pair(demos):
+    assert refs.resolve("demo:zulu", config=False).path == Path("/zulu/target")
+    assert refs.resolve("demo:zulu", config=False, drafter=True).path == Path("/zulu/drafter")
 
 
 # -- no tokens to spell ----------------------------------------------------------------------------------

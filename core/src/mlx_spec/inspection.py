@@ -84,7 +84,7 @@ def inspect(
     _manager().check_asked()
     ref = resolve(name, config=False)
     for candidate in drafters:
-        resolve(candidate, config=False)
+        resolve(candidate, config=False, drafter=True)
     report = Inspection(name, ref.path)
     config = _try(report, lambda: read_config(ref.path)) if (ref.path / "config.json").exists() else None
     ref = ModelRef(ref.name, ref.path, config or {})

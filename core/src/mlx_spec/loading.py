@@ -32,15 +32,18 @@ class DrafterChoice:
     decided_by: str  # "--draft-kind", "directory", ...
 
 
-def open_ref(name: str) -> ModelRef:
-    """Resolve `name` to a folder and read its config.json; PluginError for an absent plugin asked for."""
+def open_ref(name: str, drafter: bool = False) -> ModelRef:
+    """Resolve `name` to a folder and read its config.json; PluginError for an absent plugin asked for.
+
+    drafter: which folder of a bundled pair demo:PLUGIN means.
+    """
     from .checkpoint import read_config
     from .plugins import get_manager
     from .refs import resolve
 
     get_manager().check_asked()
 
-    ref = resolve(name)
+    ref = resolve(name, drafter=drafter)
     return ModelRef(ref.name, ref.path, read_config(ref.path))
 
 
@@ -163,7 +166,7 @@ def _choose(
             code="U22",
         )
     try:
-        ref = open_ref(name)
+        ref = open_ref(name, drafter=True)
     except SpecError as error:
         raise error if name_from == DRAFTER_FLAG else error.given_by(name_from)  # noqa: B904 - it is the same error
     return _classify(ref, kind, target, kind_from)

@@ -141,7 +141,7 @@ def load(
     May be called in any thread; the pair is not bound to it.
 
     Args:
-        target, drafter: local directory or hub id.
+        target, drafter: local directory, hub id, or demo:PLUGIN.
         kind: "mtp", "full-model", "prompt-lookup", "none" or None (from the directory).
         block_size: L, the verified rows per round, anchor counted.
         block_size_from, drafter_from, kind_from: flag or variable that gave the value, for messages.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .checkpoint import read_config
+from .demos import DEMO, demo_folder
 from .errors import LoadError, UsageError
 from .types import ModelRef
 
@@ -21,20 +22,26 @@ WANTED = (
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
-_EXPECTED = "a model directory or a hub id of the form owner/name"
+_EXPECTED = "a model directory, a hub id of the form owner/name, or demo:PLUGIN"
 
 
-def resolve(name: str | Path, *, download: bool = True, root: Path | None = None, config: bool = True) -> ModelRef:
-    """Find the folder of a model: a local directory, or a hub id (`owner/name[@revision]`).
+def resolve(
+    name: str | Path, *, download: bool = True, root: Path | None = None, config: bool = True, drafter: bool = False
+) -> ModelRef:
+    """Find the folder of a model: a local directory, a hub id (`owner/name[@revision]`) or `demo:PLUGIN`.
 
     Args:
         download: fetch a hub id that is not in the local cache.
         root: when given, only folders inside it are opened (a server's model root) and nothing is fetched.
         config: read config.json into the reference; off for tools that inspect any directory.
+        drafter: which folder of a bundled pair is meant, the target's or the drafter's.
 
     Raises UsageError for a name that is neither, LoadError when nothing usable is found.
     """
     text = str(name)
+    if text.startswith(DEMO) and root is None:
+        path = demo_folder(text, drafter)
+        return ModelRef(name=text, path=path, config=read_config(path) if config else {})
     _refuse_bad_name(text)
     path = _inside(text, root) if root is not None else _at_home(text)
     if not _is_dir(path):
@@ -49,6 +56,8 @@ def resolve_part(name: str, wanted: Callable[[str], bool]) -> ModelRef:
     """
     from .tensorfiles import HEAD_STEMS, weight_map
 
+    if name.startswith(DEMO):
+        return resolve(name)
     _refuse_bad_name(name)
     if _is_dir(_at_home(name)) or not _HUB_ID.fullmatch(name):
         return resolve(name)

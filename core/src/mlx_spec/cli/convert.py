@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there already.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(source: str, out: Path, dtype: str | None, overwrite: bool, as_json: bool, **quantise: Any) -> None:
-    """Write SOURCE as an MLX checkpoint: a GGUF file, a directory of safetensors, or a hub id.
+    """Write SOURCE as an MLX checkpoint: a GGUF file, a safetensors directory, a hub id or demo:PLUGIN.
 
     A safetensors checkpoint is converted as mlx_lm.convert does it, quantised when --q-bits or --q-mode says so. It is
     written tensor by tensor; a run that was interrupted goes on after its last complete file when it is repeated.

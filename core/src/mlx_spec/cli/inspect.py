@@ -39,7 +39,7 @@ def command(
     probe: bool,
     as_json: bool,
 ) -> None:
-    """Say what MODEL (a directory or hub id) is; exit 1 when it cannot be used as it is.
+    """Say what MODEL (a directory, a hub id or demo:PLUGIN) is; exit 1 when it cannot be used as it is.
 
     Of a drafter head, in the model or given with --drafter, every stage is told: declared in config.json, tensors,
     shapes, norms, quantisation, the trunk it belongs to, and the exactness probe's verdict where one is remembered.

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import UsageError
+from ..demos import DEMO, demo_pair
 from .values import WHOLE, Whole
 
 if TYPE_CHECKING:
     from ..pair import Pair
     from ..registry import Demo
-
-DEMO = "demo:"
-"""What -m begins with when it names the bundled pair of a plugin; no hub id has a colon."""
 
 KINDS_HELP = "mtp, dflash, full-model, prompt-lookup, none, or a kind a plugin brings; default: from the directory"
 
@@ -43,7 +40,7 @@ def pair_options(command: Callable[..., Any]) -> Callable[..., Any]:
     decorators = [
         click.option("-m", "--model", "target",
                      help="Target: directory, hub id, or demo:PLUGIN. Default: the first bundled demo pair."),
-        click.option("--draft-model", help="Drafter: directory or hub id."),
+        click.option("--draft-model", help="Drafter: directory, hub id, or demo:PLUGIN."),
         click.option("--draft-kind", help=KINDS_HELP),
         click.option("--draft-block-size", type=WHOLE,
                      help="L: rows verified per round, anchor counted (K drafts = L - 1)."),
@@ -106,33 +103,6 @@ def read_pair_options(values: dict[str, Any]) -> PairOptions:
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     names = ("draft_model", "draft_kind", "draft_block_size", "acceptance")
     return {name: values[name] for name in names if values.get(name) is not None}
-
-
-def demo_pair(plugin: str | None = None) -> Demo:
-    """The bundled pair of `plugin`, else the first by plugin name; UsageError when there is none."""
-    from ..plugins import get_manager
-    from ..settings import plugins_note
-
-    manager = get_manager()
-    manager.check_asked()
-    demos = manager.registry.demos()
-    if not demos:
-        raise UsageError(
-            "-m",
-            found=f"no target, and no plugin that ships a demo pair{plugins_note()}",
-            expected="a target directory or hub id",
-            next_step="Pass -m DIR, or install mlx-spec-gemma4, which brings one"
-            if not plugins_note()
-            else "Pass -m DIR, or unset MLX_SPEC_PLUGINS",
-            code="U30",
-        )
-    if plugin is None:
-        return demos[0]
-    for demo in demos:
-        if demo.owner == plugin:
-            return demo
-    names = ", ".join(DEMO + demo.owner for demo in demos)
-    raise UsageError("-m", found=DEMO + plugin, expected=f"one of {names}", next_step="Name one of them", code="U41")
 
 
 def load_pair(values: dict[str, Any], chosen: PairOptions | None = None) -> Pair:

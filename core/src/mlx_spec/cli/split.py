@@ -13,7 +13,9 @@ from .values import WHOLE, Folder, Whole
 
 
 @click.command("split-mtp")
-@click.option("-m", "--model", required=True, metavar="CKPT", help="Checkpoint with a head: directory or hub id.")
+@click.option(
+    "-m", "--model", required=True, metavar="CKPT", help="Checkpoint with a head: directory, hub id, demo:PLUGIN."
+)
 @click.option("-o", "--out", required=True, type=Folder(path_type=Path), metavar="DIRECTORY", help="Folder to write.")
 @click.option("--q-bits", type=WHOLE, help="Quantise the head to this many bits. Default: weights stay as they are.")
 @click.option("--q-group-size", type=WHOLE, help="Weights per scale. Default: the mode's, 64 for affine.")

@@ -19,21 +19,27 @@ class Whole(click.IntRange):
     """A whole number of a range, in plain decimal digits."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(_plain(self, _WHOLE, value, param, ctx), param, ctx)
+        if _odd(_WHOLE, value):
+            self.fail(f"{value!r} is not a valid integer.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class AnyWhole(IntParamType):
     """A whole number in plain decimal digits."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(_plain(self, _WHOLE, value, param, ctx), param, ctx)
+        if _odd(_WHOLE, value):
+            self.fail(f"{value!r} is not a valid integer.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class AnyNumber(FloatParamType):
     """A number in plain decimal digits; who uses it says what it may be."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(_plain(self, _NUMBER, value, param, ctx), param, ctx)
+        if _odd(_NUMBER, value):
+            self.fail(f"{value!r} is not a valid float.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Folder(click.Path):
@@ -45,13 +51,9 @@ class Folder(click.Path):
         return super().convert(value, param, ctx)
 
 
-def _plain(
-    kind: click.ParamType, form: re.Pattern[str], value: Any, param: click.Parameter | None, ctx: click.Context | None
-) -> Any:
-    """`value`, refused when it is text of another form."""
-    if isinstance(value, str) and not form.fullmatch(value):
-        kind.fail(f"{value!r} is not a valid {kind.name}.", param, ctx)
-    return value
+def _odd(form: re.Pattern[str], value: Any) -> bool:
+    """Whether `value` is text of another form."""
+    return isinstance(value, str) and not form.fullmatch(value)
 
 
 WHOLE = AnyWhole()
