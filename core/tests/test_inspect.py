@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -175,7 +176,8 @@ def test_damage_is_reported_beside_what_is_known(folder, damage):
     file = path / {"config": "config.json", "weights": "model.safetensors", "tokenizer": "tokenizer.json"}[damage]
     file.write_bytes(file.read_bytes()[:-5])
     result = run(path)
-    assert result.exit_code == 1 and result.stderr.count("error: ") == 1 and file.name in result.stderr
+    assert result.exit_code == 1 and len(re.findall(r"^error [A-Z]\d\d: ", result.stderr, re.M)) == 1
+    assert file.name in result.stderr
     assert "path" in result.stdout
     report = inspect(str(path))
     assert (report.tokenizer.get("state") == "broken") == (damage == "tokenizer")
@@ -308,7 +310,8 @@ def test_quantisation_that_does_not_agree(folder):
 )
 def test_nonsense_in_config_is_reported_not_tripped_over(folder, change):
     result = run(folder(**change))
-    assert result.exit_code == 1 and "error: " in result.stderr and "internal error" not in result.stderr
+    assert result.exit_code == 1 and re.match(r"error [A-Z]\d\d: ", result.stderr)
+    assert "internal error" not in result.stderr
     assert "path " in result.stdout
 
 

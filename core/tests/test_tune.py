@@ -18,7 +18,7 @@ from mlx_spec.cli import cli
 from mlx_spec.pair import load
 from mlx_spec.tuned import AREA, Tuned, forget_tuned, read_tuned, write_tuned
 from mlx_spec.types import DrafterCard
-from mlx_spec.width import resolve_block_size
+from mlx_spec.width import SWEEP, resolve_block_size
 
 CONFIG = LLAMA | {"vocab_size": 340, "max_position_embeddings": 1024, "num_hidden_layers": 2}
 KEY = "0123456789abcdef"
@@ -84,6 +84,12 @@ def test_what_makes_no_sense_is_not_used(tmp_path, damage):
     (file,) = (tmp_path / AREA).iterdir()
     file.write_text(json.dumps(json.loads(file.read_text()) | damage))
     assert read_tuned(KEY, tmp_path) is None
+
+
+def test_the_sweep_does_not_warn_about_widths_it_tries_itself():
+    card = DrafterCard("mtp", "x", block_size=4)
+    assert resolve_block_size((6, SWEEP), card, "mtp").notes == ()
+    assert "wider than the L=4" in resolve_block_size((6, "--draft-block-size"), card, "mtp").notes[0]
 
 
 def test_an_operator_wins_over_it_and_it_wins_over_the_drafter():

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal, Self
 
 Severity = Literal["error", "warning", "note"]
+FINDINGS = "mlx_spec.findings"
+"""Logger of what is found about a pair while it loads; the commands print findings themselves."""
 
 
 LONGEST = 600  # characters of one part of a message: a value somebody gave may be a whole file
@@ -113,6 +115,10 @@ class Finding:
 
     def __str__(self) -> str:
         return message(self.subject, self.found, self.expected, self.next_step)
+
+    def line(self) -> str:
+        """How every command tells it: severity, code and the message."""
+        return f"{self.severity} {self.code}: {self}"
 
     def as_dict(self) -> dict[str, str]:
         """Plain dict, for JSON output."""

@@ -134,7 +134,7 @@ def _by_validation(target: ModelRef, drafter: ModelRef, card: DrafterCard, owner
     error = next((finding for finding in findings if finding.severity == "error"), None)
     if error is None:
         return Stage("shapes", "ok", f"plugin {owner} finds nothing wrong with the pair")
-    return Stage("shapes", "no", f"{error.subject}: {error.found}, expected {error.expected}", error.next_step)
+    return Stage("shapes", "no", f"{error.found}, expected {error.expected}", error.next_step)
 
 
 def _trunk(target: ModelRef, drafter: ModelRef) -> Stage:
@@ -147,7 +147,7 @@ def _trunk(target: ModelRef, drafter: ModelRef) -> Stage:
         return Stage("trunk", "no", f"{error.found}, expected {error.expected}", error.next_step)
     if findings:
         state: State = "no" if findings[0].severity == "error" else "open"
-        return Stage("trunk", state, findings[0].found, findings[0].next_step)
+        return Stage("trunk", state, f"{findings[0].found} ({findings[0].code})", findings[0].next_step)
     inside = target.path == drafter.path and not side_files(target.path)
     return Stage("trunk", "ok", "in the model's own files" if inside else "it is the recorded one")
 

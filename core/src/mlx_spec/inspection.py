@@ -335,6 +335,7 @@ def _fits(report: Inspection, ref: ModelRef, candidates: Sequence[str]) -> None:
 
 def _candidate(ref: ModelRef, name: str) -> DrafterFit:
     """One drafter directory against this target, by the checks that run before weights are loaded."""
+    from .conversion.trunk import PASSING
     from .loading import choose_drafter, validate_pair
 
     kind, choice = "?", None
@@ -345,12 +346,14 @@ def _candidate(ref: ModelRef, name: str) -> DrafterFit:
         kind = choice.kind
         findings = validate_pair(ref, choice)
     except PairError as refused:
-        reason = "; ".join(str(f) for f in refused.findings if f.severity == "error")
+        reason = "; ".join(f.line() for f in refused.findings if f.severity == "error")
         return DrafterFit(kind, name, False, reason, _stages_of(ref, choice) if choice is not None else [])
     except SpecError as error:
         return DrafterFit(kind, name, False, str(error))
-    reason = "; ".join(str(f) for f in findings) or "no findings"
-    return DrafterFit(kind, name, True, reason, _stages_of(ref, choice))
+    stages = _stages_of(ref, choice)
+    told = PASSING if stages else ()  # by the stage "trunk"
+    reason = "; ".join(f.line() for f in findings if f.code not in told)
+    return DrafterFit(kind, name, True, reason or ("see its stages" if stages else "no findings"), stages)
 
 
 def _stages_of(target: ModelRef, choice: DrafterChoice) -> list[Stage]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,8 +13,6 @@ from .types import DrafterCard, ModelRef
 if TYPE_CHECKING:
     from .models import Drafter, Target
     from .registry import Registry
-
-log = logging.getLogger("mlx_spec.load")
 
 DRAFTER_FLAG, KIND_FLAG = "--draft-model", "--draft-kind"
 FULL_MODEL = "full-model"  # the one kind without model_types of its own that still needs a directory
@@ -255,8 +252,6 @@ def validate_pair(target: ModelRef, choice: DrafterChoice) -> list[Finding]:
     errors = [f for f in findings if f.severity == "error"]
     if errors:
         raise PairError(findings)
-    for finding in findings:
-        log.warning("%s", finding) if finding.severity == "warning" else log.info("%s", finding)
     return findings
 
 

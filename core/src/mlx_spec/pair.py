@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .device import Device
-from .errors import ExactnessError, Finding, LoadError, UsageError
+from .errors import FINDINGS, ExactnessError, Finding, LoadError, UsageError
 from .kernels import KernelUse, use_kernels
 from .loading import (
     DRAFTER_FLAG,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 log = logging.getLogger("mlx_spec.load")
+said = logging.getLogger(FINDINGS)
 
 
 @dataclass(slots=True)
@@ -189,6 +190,8 @@ def _load(
     if choice is not None:
         plan.requested = choice.kind
         plan.findings = validate_pair(target_ref, choice)
+        for finding in plan.findings:
+            said.log(logging.WARNING if finding.severity == "warning" else logging.INFO, "%s", finding)
     loaded = load_target(target_ref)
     _cast(loaded, dtype)
     _check_quantised(plan.kv_bits, plan.kv_group_size, loaded)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .spec_config import SpecConfig
     from .tuned import Tuned
 
+SWEEP = "spec tune"  # who tries widths beyond the declared one on purpose
 MAX_BLOCK_SIZE = 64  # L; a sliding-window state can take back no more rows than this
 # prompt-lookup: a copy runs long where it hits and proposes nothing where it does not, so it may start
 # wide; past 8 rows a verify begins to cost more on every device measured so far.
@@ -88,7 +89,7 @@ def _from_operator(operator: Operator, card: DrafterCard, notes: list[str]) -> t
             next_step=f"Pass {card.max_block_size} or less",
             code="U71",
         )
-    if card.block_size is not None and width > card.block_size:
+    if card.block_size is not None and width > card.block_size and source != SWEEP:
         notes.append(
             f"block size L={width} from {source} is wider than the L={card.block_size} the drafter declares; "
             "drafts past that may rarely be accepted"

@@ -12,6 +12,8 @@ from click.testing import CliRunner, Result
 
 from mlx_spec import plugins
 from mlx_spec.cli import cli
+from mlx_spec.errors import FINDINGS
+from mlx_spec.pair import load
 
 MakePair = Callable[..., tuple[Path, Path]]
 
@@ -47,6 +49,35 @@ def test_an_external_head_drafts(mtp_dirs: MakePair) -> None:
     made, reduced = said(*words), said(*words, "--spec-config", config)
     assert made["token_ids"] == reduced["token_ids"]
     assert min(run["timings"]["draft_n_accepted"] for run in (made, reduced)) > 0
+
+
+def test_a_head_without_a_record_is_told_once_and_alike(mtp_dirs: MakePair) -> None:
+    target, head = mtp_dirs(drafter="mtp", agree=True)
+    words = ("-m", target, "--draft-model", head)
+    reply = spec("generate", *words, "-p", "Hello", "-n", 2, "--no-probe")
+    pair = spec("pair", *words, "--no-measure", "--no-probe")
+    for made in (reply, pair):
+        (line,) = (line for line in made.output.splitlines() if "no record of the trunk" in line)
+        assert line.startswith("warning P32: trunk of target ") and line.endswith(" with spec split-mtp.")
+    assert line in reply.stderr and line in pair.stderr
+    looked = spec("inspect", target, "--drafter", head)
+    (stage,) = (row for row in looked.output.splitlines() if "no record of the trunk" in row)
+    assert "(P32)" in stage and stage.endswith(line.split(". ")[1].rstrip("."))
+    (fit,) = (row for row in looked.stdout.splitlines() if row.startswith("mtp") and str(head) in row)
+    assert fit.endswith("see its stages")
+
+
+def test_a_program_that_loads_such_a_pair_finds_it_in_the_log(mtp_dirs: MakePair, caplog: Any) -> None:
+    pair = load(*map(str, mtp_dirs(drafter="mtp", agree=True)), probe=False)
+    assert [record.message for record in caplog.records if record.name == FINDINGS] == [str(pair.plan.findings[0])]
+
+
+def test_a_target_alone_is_told_what_would_make_it_a_pair(own: Path, mtp_dirs: MakePair) -> None:
+    made = spec("pair", "-m", own)
+    assert made.exit_code == 0 and "works" not in made.stdout and "decoded plainly" in made.stdout
+    assert "a head that can draft for it: --draft-kind mtp" in made.stdout
+    assert "--draft-kind prompt-lookup" in made.stdout and "of model_type qwen3_5_mtp, " in made.stdout
+    assert "own head  none" in spec("pair", "-m", mtp_dirs(drafter="mtp", agree=True)[0]).stdout
 
 
 def test_pair_says_what_was_decided_about_the_head(own: Path) -> None:

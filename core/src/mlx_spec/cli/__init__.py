@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
-from ..errors import PluginError, RefusedError, SpecError
+from ..errors import FINDINGS, PluginError, RefusedError, SpecError
 from ..settings import early
 
 # name -> (where the command lives, its line in `spec --help`)
@@ -228,6 +228,7 @@ def configure_logging() -> None:
     if not logger.handlers:
         handler = _ToStderr()
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        handler.addFilter(lambda record: record.name != FINDINGS)  # the commands tell them, each once
         logger.addHandler(handler)
 
 

@@ -64,7 +64,7 @@ def command(
             if drafter.stages:
                 print_table(STAGES, stage_rows(drafter.stages), f"head in {drafter.source}")
         for problem in report.problems:
-            note(f"{problem.severity}: {problem}")
+            note(problem.line())
     if not report.ok:
         ctx.exit(1)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..demos import DEMO, demo_pair
+from ..errors import Finding, PairError
+from .output import note
 from .values import WHOLE, Whole
 
 if TYPE_CHECKING:
@@ -106,25 +108,36 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_pair(values: dict[str, Any], chosen: PairOptions | None = None) -> Pair:
-    """The pair these options ask for."""
+    """The pair these options ask for; what was found about it is told, a reason to refuse it raised."""
     from ..pair import load
     from ..settings import get_settings
 
     chosen = chosen or read_pair_options(values)
     bits = values.get("kv_bits")
-    return load(
-        chosen.target,
-        chosen.draft_model,
-        chosen.kind,
-        chosen.block_size,
-        block_size_from=chosen.block_size_from,
-        drafter_from=chosen.draft_model_from,
-        kind_from=chosen.kind_from,
-        exactness=values.get("exactness", "greedy"),
-        probe=get_settings().probe and not values.get("no_probe"),
-        kv_bits=int(bits) if bits else None,
-        kv_group_size=int(values.get("kv_group_size") or 64),
-        prefill_step=values.get("prefill_step"),
-        dtype=values.get("dtype"),
-        options=chosen.options,
-    )
+    try:
+        pair = load(
+            chosen.target,
+            chosen.draft_model,
+            chosen.kind,
+            chosen.block_size,
+            block_size_from=chosen.block_size_from,
+            drafter_from=chosen.draft_model_from,
+            kind_from=chosen.kind_from,
+            exactness=values.get("exactness", "greedy"),
+            probe=get_settings().probe and not values.get("no_probe"),
+            kv_bits=int(bits) if bits else None,
+            kv_group_size=int(values.get("kv_group_size") or 64),
+            prefill_step=values.get("prefill_step"),
+            dtype=values.get("dtype"),
+            options=chosen.options,
+        )
+    except PairError as refused:
+        _tell([finding for finding in refused.findings if finding.severity != "error"])
+        raise
+    _tell(pair.plan.findings)
+    return pair
+
+
+def _tell(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        note(finding.line())

@@ -9,7 +9,7 @@ import click
 
 from ..errors import PairError
 from .options import load_pair, pair_options, read_pair_options
-from .output import note, print_json, print_table, progress
+from .output import print_json, print_table, progress
 
 if TYPE_CHECKING:
     from ..pair import Pair
@@ -29,7 +29,8 @@ def command(prompt: str | None, no_measure: bool, as_json: bool, **values: Any) 
         with progress("loading and probing"):
             pair = load_pair(values, chosen)
     except PairError as refused:
-        _show_findings([f.as_dict() for f in refused.findings], as_json)
+        if as_json:
+            print_json({"findings": [f.as_dict() for f in refused.findings]})
         raise
     gain = None
     if pair.plan.active and not no_measure:
@@ -39,8 +40,7 @@ def command(prompt: str | None, no_measure: bool, as_json: bool, **values: Any) 
         card = dict(pair.drafter.card.extra) if pair.drafter is not None else {}
         print_json({"plan": asdict(pair.plan), "drafter": card, "gain": gain})
         return
-    _show_findings([f.as_dict() for f in pair.plan.findings], False)
-    print_table(("", ""), _rows(pair, gain))
+    print_table(("", ""), _rows(pair, gain) if pair.drafter is not None else _alone(pair))
 
 
 def measure_gain(pair: Pair, prompt: str | None) -> dict[str, Any]:
@@ -66,14 +66,26 @@ def measure_gain(pair: Pair, prompt: str | None) -> dict[str, Any]:
     }
 
 
-def _show_findings(findings: list[dict[str, str]], as_json: bool) -> None:
-    if as_json:
-        print_json({"findings": findings})
-        return
-    for item in findings:
-        note(
-            f"{item['severity']} {item['code']}: {item['subject']}: found {item['found']}, expected {item['expected']}"
-        )
+def _alone(pair: Pair) -> list[tuple[str, object]]:
+    """What there is to say of a target without a drafter, and what would make it a pair."""
+    from ..loading import idle_head
+    from ..plugins import get_manager
+
+    record = get_manager().record(pair.owner)
+    claims = record.claims.drafters if record is not None and record.claims is not None else []
+    return [
+        ("target", f"{pair.target_ref.name}: model_type {pair.target.model_type}, plugin {pair.owner}"),
+        ("drafter", "none was asked for: replies are decoded plainly, which needs no proof"),
+        ("own head", idle_head(pair.target_ref) or "none that an installed plugin reads"),
+        ("to add", "--draft-kind prompt-lookup, which needs no files"),
+        *[
+            ("or", f"--draft-model DIR of model_type {', '.join(claim.model_types)} ({claim.kind})")
+            for claim in claims
+            if claim.model_types
+        ],
+        ("or", "--draft-model DIR of a smaller model with the same tokenizer (full-model)"),
+        ("kernels", pair.plan.kernels.line()),
+    ]
 
 
 def _rows(pair: Pair, gain: dict[str, Any] | None) -> list[tuple[str, object]]:

@@ -13,6 +13,7 @@ import click
 
 from ..benchmark.workloads import NAMES, bundled, from_files
 from ..errors import RefusedError
+from ..width import SWEEP
 from .bench import settle
 from .options import PairOptions, load_pair, pair_options, read_pair_options
 from .output import note, print_table, progress
@@ -70,7 +71,7 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
     folder = open_folder(out) if out is not None else None
     chosen = read_pair_options(values)
     if chosen.block_size is None:
-        chosen = replace(chosen, block_size=widest_to_try(chosen), block_size_from="spec tune")
+        chosen = replace(chosen, block_size=widest_to_try(chosen), block_size_from=SWEEP)
     with progress("loading and probing"):
         pair = load_pair(values, chosen)
     if values["forget"]:

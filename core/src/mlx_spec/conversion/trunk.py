@@ -32,6 +32,7 @@ TOLERANCE = 0.01  # of max(1, |w|): what bfloat16 rounds a weight near 1 to, and
 _SAMPLE = 64
 _NORM = re.compile(r"(?:.*?\.)??(?P<key>layers\.\d+\..*norm.*\.weight)|(?:(?!.*layers\.).*\.)?(?P<last>norm\.weight)")
 _TOWER = re.compile(r"(^|\.)(vision|visual|audio)")
+PASSING = ("P31", "P32")  # what `check_trunk` finds and lets through
 Verdict = Literal["same", "alike", "other", "unknown"]
 
 
@@ -240,7 +241,7 @@ def _is_whole(drafter: ModelRef, target: ModelRef, files: Sequence[Path]) -> boo
 
 def unrecorded(subject: str, found: str = "no record of the trunk it belongs to") -> Finding:
     """The warning about a head of which nobody can say whether it is this target's."""
-    step = "If hardly any draft is accepted, extract the head again from this model with spec split-mtp"
+    step = "If hardly any draft is accepted, extract the head from the target's own checkpoint with spec split-mtp"
     return Finding("P32", "warning", subject, found, "the record that spec split-mtp and spec convert write", step)
 
 
