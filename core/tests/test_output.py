@@ -64,3 +64,14 @@ def test_progress_talks_only_to_a_terminal(capsys, monkeypatch, terminal):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert bool(captured.err) is terminal
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_long_work_says_now_and_then_what_it_does_where_no_bar_is_drawn(capsys, monkeypatch, quiet):
+    clock = iter([0.0, 3.0, 16.0, 17.0, 40.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    with output.progress("loading", quiet=quiet) as steps:
+        for L in (2, 3, 4, 5):
+            steps.describe(f"probing L={L}")
+    said = [] if quiet else ["probing L=3 (16 s so far)", "probing L=5 (40 s so far)"]
+    assert capsys.readouterr().err.splitlines() == said

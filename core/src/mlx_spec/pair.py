@@ -136,6 +136,7 @@ def load(
     prefill_step: int | None = None,
     dtype: str | None = None,
     options: Mapping[str, object] | None = None,
+    tick: Callable[[str], None] | None = None,
 ) -> Pair:
     """Load a target and, when asked for, its drafter; validate, choose a width, prove exactness.
 
@@ -150,6 +151,7 @@ def load(
         probe: False skips the exactness probe; the pair then runs as "unproven".
         kv_bits: 4 or 8 for a quantised K/V state, None for the model's dtype.
         dtype: "float32", "bfloat16" or "float16" casts unquantised weights after loading.
+        tick: told what is going on while the probe runs, which takes longer the wider the block.
 
     Raises:
         LoadError, PairError, UsageError: each with what was found, expected and the next step.
@@ -170,10 +172,9 @@ def load(
         pair = _load(device, plan, target, choose, dtype)
         if drafter is None and kind is None and (idle := idle_head(pair.target_ref)):
             plan.notes.append(idle)
-        if pair.drafter is not None:
-            _choose_width(pair, block_size, block_size_from)
-            if plan.active:
-                _prove(pair, probe)
+        _choose_width(pair, block_size, block_size_from)
+        if plan.active:
+            _prove(pair, probe, tick)
         return pair
 
     pair = device.run(work)
@@ -286,6 +287,8 @@ def _choose_width(pair: Pair, block_size: int | None, source: str) -> None:
     chosen = resolve_block_size(operator, drafter.card, drafter.kind, tuned=stored)
     plan.block_size, plan.block_size_from = chosen.L, chosen.source
     plan.notes += chosen.notes
+    for text in chosen.notes:
+        said.log(logging.INFO if chosen.source == "tuned" else logging.WARNING, "%s", text)
     plan.active = chosen.L > 1
     plan.per_row_accepts = drafter.kind != "dflash" or get_settings().dflash_per_row_accepts
     plan.reason = "drafter loaded" if plan.active else "block size 1 turns drafting off"
@@ -297,7 +300,7 @@ def _choose_width(pair: Pair, block_size: int | None, source: str) -> None:
         pair.costs = load_costs(pair.key)
 
 
-def _prove(pair: Pair, probe: bool) -> None:
+def _prove(pair: Pair, probe: bool, tick: Callable[[str], None] | None) -> None:
     """Run or recall the exactness probe, narrow the width to what is exact, or turn drafting off."""
     from .probe import prove
 
@@ -305,7 +308,7 @@ def _prove(pair: Pair, probe: bool) -> None:
     if not probe:
         plan.reason = "exactness unproven: the probe was skipped"
         return
-    report = prove(pair)
+    report = prove(pair, tick=tick or (lambda text: None))
     plan.exactness = report
     reached = LEVELS.index(report.level) >= LEVELS.index(plan.exactness_asked)
     if reached and report.width == plan.block_size:

@@ -161,7 +161,7 @@ def probe(target: Target, drafter: Drafter, plan: ProbePlan) -> ExactnessReport:
     for prompt in plan.prompts:
         ref = reference_run(target, plan, prompt)
         for width, tally in tallies.items():
-            plan.tick(f"prompt of {len(prompt)} tokens, L={width}")
+            plan.tick(f"probing: prompt of {len(prompt)} tokens, L={width} of {plan.width}")
             accepts = range(width) if width == plan.width else (0, width - 1)
             stats = [
                 row_stats(row, ref.rows[i])

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from qwen35_oracles.dflash_ours import open_ref, unpacked
 
+import mlx_spec
 from mlx_spec.errors import Finding, LoadError, PairError, UsageError
 from mlx_spec.loading import choose_drafter, load_target, validate_pair
 from mlx_spec.registry import CORE
@@ -335,3 +336,9 @@ def test_loading_without_a_pairing_names_the_same_faults(edited: Edit) -> None:
     with pytest.raises(LoadError, match="hidden_size") as caught:
         load(copy, loaded)
     assert caught.value.code == "QW40"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 6])
+def test_a_tiny_drafter_reads_layers_that_its_target_has(tmp_path: Path, layers: int) -> None:
+    target, drafter = write_tiny(tmp_path, 1, drafter="dflash", num_hidden_layers=layers, full_attention_interval=2)
+    assert mlx_spec.load(str(target), str(drafter), probe=False).plan.active

@@ -72,6 +72,16 @@ def test_a_program_that_loads_such_a_pair_finds_it_in_the_log(mtp_dirs: MakePair
     assert [record.message for record in caplog.records if record.name == FINDINGS] == [str(pair.plan.findings[0])]
 
 
+def test_a_block_size_past_what_runs_is_cut_and_said(mtp_dirs: MakePair, caplog: Any) -> None:
+    target, head = mtp_dirs(drafter="mtp", block_size=100)
+    pair = load(str(target), str(head), probe=False)
+    (said_of_it,) = (text for text in pair.plan.notes if "L=100 from drafter cut to L=64" in text)
+    assert pair.plan.block_size == 64 and said_of_it in caplog.messages
+    made = spec("generate", "-m", target, "--draft-model", head, "-p", "Hello", "-n", 2, "--no-probe")
+    assert made.output.count("L=100 from drafter cut to L=64") == 1
+    assert "block_size 100 (declared; at most 64 are used)" in spec("inspect", head).stdout
+
+
 def test_a_target_alone_is_told_what_would_make_it_a_pair(own: Path, mtp_dirs: MakePair) -> None:
     made = spec("pair", "-m", own)
     assert made.exit_code == 0 and "works" not in made.stdout and "decoded plainly" in made.stdout

@@ -128,8 +128,8 @@ def run(plan: BenchPlan, values: dict[str, Any], chosen: PairOptions) -> dict[st
         "command": shlex.join(["spec", *sys.argv[1:]]),
     }
     began = time.perf_counter()
-    with progress("loading"):
-        pair = load_pair(values, chosen)
+    with progress("loading") as steps:
+        pair = load_pair(values, chosen, steps)
         settle(pair)
     context["load_s"] = time.perf_counter() - began
     check_active(pair, plan)

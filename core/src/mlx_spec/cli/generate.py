@@ -62,8 +62,8 @@ def command(**values: Any) -> None:
         note(f"{why} demo pair ({chosen.target})")
         if text == DEMO_PROMPT:
             note(f"no prompt given: continuing\n{DEMO_PROMPT}")
-    with progress("loading and probing"):
-        pair = load_pair(values, chosen)
+    with progress("loading and probing") as steps:
+        pair = load_pair(values, chosen, steps)
     note(pair.plan.line())
     for line in pair.plan.notes:
         note(f"note: {line}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..head_stages import NOTHING
+from ..width import MAX_BLOCK_SIZE
 from .output import note, print_json, print_table, progress
 from .values import Whole
 
@@ -118,6 +119,8 @@ def _card(report: Inspection) -> str:
     if card is None:
         return ""
     width = f", block_size {card.block_size}" if card.block_size else ""
+    if card.block_size and card.block_size > MAX_BLOCK_SIZE:
+        width += f" (declared; at most {MAX_BLOCK_SIZE} are used)"
     return f"{card.kind}{width}; pass it as --draft-model"
 
 

@@ -10,7 +10,7 @@ import click
 
 from ..demos import DEMO, demo_pair
 from ..errors import Finding, PairError
-from .output import note
+from .output import Steps, note
 from .values import WHOLE, Whole
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
-def load_pair(values: dict[str, Any], chosen: PairOptions | None = None) -> Pair:
+def load_pair(values: dict[str, Any], chosen: PairOptions | None = None, steps: Steps | None = None) -> Pair:
     """The pair these options ask for; what was found about it is told, a reason to refuse it raised."""
     from ..pair import load
     from ..settings import get_settings
@@ -130,6 +130,7 @@ def load_pair(values: dict[str, Any], chosen: PairOptions | None = None) -> Pair
             prefill_step=values.get("prefill_step"),
             dtype=values.get("dtype"),
             options=chosen.options,
+            tick=steps.describe if steps is not None else None,
         )
     except PairError as refused:
         _tell([finding for finding in refused.findings if finding.severity != "error"])

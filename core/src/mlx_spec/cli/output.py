@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
+SPEAK_EVERY = 15.0  # seconds between lines about long work where no bar is drawn
 STYLES = {"ok": "green", "warn": "yellow", "error": "red", "errors": "red", "not loaded": "red"}
 
 
@@ -103,10 +105,11 @@ def _draw_table(columns: Sequence[str], cells: list[list[str]], title: str) -> N
 
 
 class Steps:
-    """Progress of one long piece of work; silent without a terminal."""
+    """Progress of one long piece of work: a bar on a terminal, elsewhere a line when it takes long."""
 
-    def __init__(self, bar: Progress | None = None, task: Any = None):
-        self._bar, self._task = bar, task
+    def __init__(self, bar: Progress | None = None, task: Any = None, quiet: bool = False):
+        self._bar, self._task, self._quiet = bar, task, quiet
+        self._begun = self._spoken = time.monotonic()
 
     def advance(self, steps: float = 1) -> None:
         """So many steps are done."""
@@ -117,13 +120,16 @@ class Steps:
         """Say what is going on now."""
         if self._bar is not None:
             self._bar.update(self._task, description=text)
+        elif not self._quiet and (now := time.monotonic()) - self._spoken >= SPEAK_EVERY:
+            self._spoken = now
+            note(f"{text} ({now - self._begun:.0f} s so far)")
 
 
 @contextmanager
 def progress(text: str, total: float | None = None, quiet: bool = False) -> Iterator[Steps]:
-    """A progress bar on stderr while the block runs, on a terminal only; `total` None: no end known."""
+    """A progress bar on stderr while the block runs, on a terminal; `total` None: no end known."""
     if quiet or not on_terminal_stderr():
-        yield Steps()
+        yield Steps(quiet=quiet)
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

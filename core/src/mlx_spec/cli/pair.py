@@ -26,8 +26,8 @@ def command(prompt: str | None, no_measure: bool, as_json: bool, **values: Any) 
     """Check a target and a drafter: findings, probe verdict, and the gain measured on a short reply."""
     chosen = read_pair_options(values)
     try:
-        with progress("loading and probing"):
-            pair = load_pair(values, chosen)
+        with progress("loading and probing") as steps:
+            pair = load_pair(values, chosen, steps)
     except PairError as refused:
         if as_json:
             print_json({"findings": [f.as_dict() for f in refused.findings]})

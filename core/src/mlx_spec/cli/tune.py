@@ -72,8 +72,8 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
     chosen = read_pair_options(values)
     if chosen.block_size is None:
         chosen = replace(chosen, block_size=widest_to_try(chosen), block_size_from=SWEEP)
-    with progress("loading and probing"):
-        pair = load_pair(values, chosen)
+    with progress("loading and probing") as steps:
+        pair = load_pair(values, chosen, steps)
     if values["forget"]:
         forget(pair)
         return

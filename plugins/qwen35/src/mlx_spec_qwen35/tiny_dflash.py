@@ -43,7 +43,7 @@ def drafter_config(
 ) -> dict[str, Any]:
     """config.json of a drafter for a target with the text configuration `text`."""
     V, N = text["vocab_size"], text["num_hidden_layers"]
-    own: dict[str, Any] = {"mask_token_id": V - 1, "target_layer_ids": spread(TAPS, N)}
+    own: dict[str, Any] = {"mask_token_id": V - 1, "target_layer_ids": _tapped(N)}
     own |= {**SECOND_SECTION, "runtime_block_size": min(SECOND_CAP, block_size)} if second else {}
     own |= {} if causal is None else {"causal": causal}
     config = {
@@ -58,6 +58,12 @@ def drafter_config(
     if sliding:
         config |= {"layer_types": [SLIDING, FULL], "sliding_window": WINDOW}
     return config
+
+
+def _tapped(layers: int) -> list[int]:
+    """Layers that are read; a target of few layers is read at its first ones, as far as there are any."""
+    usual = spread(TAPS, layers)
+    return usual if usual == sorted({*usual}) else list(range(min(TAPS, layers)))
 
 
 def drafter_tensors(draw: Random, config: Mapping[str, Any]) -> Tensors:
