@@ -52,12 +52,19 @@ def test_the_cost_is_said_with_and_without_kernels():
     layer = "a 4-bit layer of 2048 x 2048 takes"
     assert doctor.describe_cost(own, None) == (
         f"{layer} 6.9 ms for 1 row and 21 ms for 4 on mlx's own operations; "
-        "so each billion 4-bit weights cost about 1.65e+03 ms a token"
+        "so each billion 4-bit weights cost about 1.65 s a token"
     )
     assert doctor.describe_cost(own, kernels) == (
         f"{layer} 0.15 ms for 1 row and 0.294 ms for 4 on the kernels, 6.9 ms for 1 row and 21 ms for 4 on mlx's own "
         "operations; so each billion 4-bit weights cost about 35.8 ms a token"
     )
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"), [(0.1504, "0.15 ms"), (999.4, "999 ms"), (999.6, "1 s"), (19200.0, "19.2 s"), (4.2e6, "4200 s")]
+)
+def test_times_are_in_units_people_count_in(ms, text):
+    assert doctor.duration(ms) == text
 
 
 def test_the_cost_is_measured():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,24 @@ def test_the_tokenizer_spells_any_text_in_bytes(tmp_path: Path) -> None:
     small = Tokenizer.from_file(str(write_byte_tokenizer(tmp_path / "small", 128) / "tokenizer.json"))
     assert small.decode(small.encode("a b\nZ~").ids) == "a b\nZ~"
     assert small.get_vocab_size() <= 128
+
+
+@pytest.mark.parametrize("family", families())
+def test_help_after_a_family_tells_every_option_of_its_writer(family: str, capsys) -> None:
+    from inspect import signature
+
+    from mlx_spec.testing.writers import writer_of
+
+    assert main(["tiny", family, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--set KEY=VALUE" in out and f"--set for {family}" in out
+    described = out.partition(f"--set for {family}")[2]
+    for name in signature(writer_of(family)).parameters:
+        if name not in ("out", "seed"):
+            said = re.findall(rf"^\s*(?:\w+, )*{name}(?:, \w+)*: \S", described, re.M)
+            assert said, f"{name} is not described"
+
+
+def test_help_without_a_family_is_the_usage(capsys) -> None:
+    assert main(["tiny", "-h"]) == 0
+    assert "--set for" not in capsys.readouterr().out

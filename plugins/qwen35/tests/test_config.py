@@ -9,7 +9,7 @@ import pytest
 
 from mlx_spec.errors import LoadError
 from mlx_spec_qwen35.config import FULL, LINEAR, media_ids, target_config
-from mlx_spec_qwen35.tiny import EXPERTS, TEXT
+from mlx_spec_qwen35.tiny import EXPERTS, TEXT, write_tiny
 
 HERE = Path("model")
 ROPE = TEXT["rope_parameters"]
@@ -123,3 +123,12 @@ def test_placeholders_are_those_of_a_checkpoint_with_a_tower() -> None:
     assert media_ids({"vision_config": {"depth": 1}}) == {248056: "image", 248057: "video"}
     assert media_ids({"image_token_id": 4, "video_token_id": 5}) == {4: "image", 5: "video"}
     assert media_ids({"model_type": "qwen3_5_text"}) == {}
+
+
+def test_the_readme_names_every_option_of_tiny_checkpoints() -> None:
+    from inspect import signature
+
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    table = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = {name.strip().strip("`") for cell in table for name in cell.split(",")}
+    assert named == {*signature(write_tiny).parameters} - {"out", "seed", "config"}

@@ -203,13 +203,20 @@ def describe_cost(own: LayerTime, kernels: LayerTime | None) -> str:
     layer = f"a 4-bit layer of {SPEED_SIZE} x {SPEED_SIZE} takes"
 
     def rows(time: LayerTime) -> str:
-        return f"{time.ms[0]:.3g} ms for {one} row and {time.ms[1]:.3g} ms for {block}"
+        return f"{duration(time.ms[0])} for {one} row and {duration(time.ms[1])} for {block}"
 
     best = own if kernels is None else kernels
-    means = f"so each billion 4-bit weights cost about {best.ms_per_billion:.3g} ms a token"
+    means = f"so each billion 4-bit weights cost about {duration(best.ms_per_billion)} a token"
     if kernels is None:
         return f"{layer} {rows(own)} on mlx's own operations; {means}"
     return f"{layer} {rows(kernels)} on the kernels, {rows(own)} on mlx's own operations; {means}"
+
+
+def duration(ms: float) -> str:
+    """Three digits in the unit people count in."""
+    if ms < 999.5:
+        return f"{ms:.3g} ms"
+    return f"{ms / 1e3:.3g} s" if ms < 999.5e3 else f"{ms / 1e3:.0f} s"
 
 
 def _rebuild(owner: str) -> str:

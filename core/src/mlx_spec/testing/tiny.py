@@ -79,7 +79,10 @@ def write_llama(out: str | Path, seed: int = 0, **options: Any) -> tuple[Path, P
 
 
 def write_gemma3(out: str | Path, seed: int = 0, **options: Any) -> tuple[Path, Path]:
-    """A gemma3 target with sliding windows of 8 and a smaller gemma3 as its `full-model` drafter."""
+    """A gemma3 target with sliding windows of 8 and a smaller gemma3 as its `full-model` drafter.
+
+    options: keys of the target's config.json to set; vocab_size is cut off at it in the drafter too.
+    """
     return _write_pair(Path(out), GEMMA3, SMALL_GEMMA3, seed, options)
 
 

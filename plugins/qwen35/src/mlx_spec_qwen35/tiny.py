@@ -103,6 +103,8 @@ def write_tiny(
     """Write out/target and, if asked for, a drafter; returns both, the drafter None or out/target itself.
 
     Args:
+        variant: "dense", "tied" (no output head of its own) or "moe".
+        wrapper: the text stack in a text_config beside a vision tower, as checkpoints that see have it.
         drafter: "own": MTP head inside the target's files; "mtp": a head in out/drafter; "dflash", "dflash2":
             a block drafter in out/drafter; "none".
         bits: 4 or 8 for every matrix wide enough, in groups of 32; not together with `raw`.
