@@ -190,6 +190,24 @@ def test_the_wheel_of_core_holds_what_is_no_python(tmp_path, monkeypatch):
     assert {f"mlx_spec/benchmark/texts/{name}.toml" for name in NAMES} <= inside and "mlx_spec/py.typed" in inside
 
 
+def test_nothing_of_ours_is_installed_from_an_index(root):
+    """What is not published is installed from a clone: no page, message or template says otherwise."""
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("*/*/README.md"), root / "core" / "README.md"]
+    sources = [file for name in ("core/src", "plugins", "examples") for file in (root / name).rglob("*.py")]
+    templates = [*(root / "core/src/mlx_spec/scaffold/templates").rglob("*.tmpl")]
+    assert len(templates) > 10
+    command = re.compile(r"pip install ([^\n`]*)")
+    ours = re.compile(r"""(?<![\w/.@])["']?(mlx-spec|@distribution@)(?![^"']* @ )""")
+    found = [
+        f"{file.relative_to(root)}: {match[0]}"
+        for file in [*pages, *sources, *templates]
+        if file.exists()
+        for match in command.finditer(file.read_text())
+        if ours.search(match[1].partition("#")[0])
+    ]
+    assert found == []
+
+
 def test_no_download_addresses_or_machine_paths():
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     tracked = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -237,7 +237,7 @@ def _check_api(record: PluginRecord, plugin: Any) -> None:
         raise _error(record, "MLX_SPEC_API", repr(wanted), "a pair (major, minor)", step) from error
     if not fits:
         have = f"{API_VERSION[0]}.{API_VERSION[1]} (mlx-spec {__version__})"
-        step = f"pip install --upgrade mlx-spec {record.distribution}"
+        step = f"Update mlx-spec and {record.distribution} to versions that go together"
         raise _error(record, "hook API", f"a plugin for {major}.{minor}", f"one for {have}", step)
 
 

@@ -109,8 +109,8 @@ def _mlx() -> Iterator[Check]:
 
 
 def _mlx_step() -> str:
-    extras = '"mlx-spec[cpu]", or "mlx-spec[cuda13]" with an NVIDIA GPU' if sys.platform == "linux" else "mlx-spec"
-    return f"pip install {extras}"
+    wanted = '"mlx[cpu]", or "mlx[cuda13]" with an NVIDIA GPU' if sys.platform == "linux" else "mlx"
+    return f"pip install {wanted}"
 
 
 def _describe_device(mx: Any, device: Any) -> str:
@@ -247,7 +247,7 @@ def _plugins() -> Iterator[Check]:
         for error in record.errors:
             yield Check(f"plugin {record.name}", "error", f"{label}: {error}", error.next_step)
     if not any(record.loaded and record.claims and record.claims.targets for record in records):
-        step = "pip install mlx-spec-gemma4, or another family plugin"
+        step = "For a family of its own, install its plugin, e.g. in a clone: pip install ./plugins/gemma4"
         yield Check("plugins", "warn", "no plugin serves a model family; generic targets only", step)
 
 

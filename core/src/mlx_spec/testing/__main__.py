@@ -59,7 +59,7 @@ def _tiny(family: str | None, out: Path | None, seed: int, settings: Sequence[st
 
 
 def _options(family: str) -> str:
-    """What --set takes for a family: the arguments of its writer with their defaults, and what it says of them."""
+    """What --set takes for a family: the arguments of its writer, and what it says of them."""
     from inspect import cleandoc, signature
 
     from .writers import writer_of

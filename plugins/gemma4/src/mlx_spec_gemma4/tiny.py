@@ -118,8 +118,8 @@ def write_tiny(
     """Write a target and an assistant for it; returns (out/target, out/drafter).
 
     Args:
-        variant: "E": per-layer inputs, shared K/V; "D31": dense, keys as values; "MOE": D31 with experts; "UNI", "UNITEXT":
-            unified, wrapped and flat; "VLM": E with a vision entry; "BUNDLED": VLM with a tensor of a head inside.
+        variant: "E": per-layer inputs, shared K/V; "D31": dense, keys as values; "MOE": D31 with experts; "UNI",
+            "UNITEXT": unified, wrapped and flat; "VLM": E with a vision entry; "BUNDLED": VLM with a head tensor.
         ordered, tied: head of the assistant: centroid-routed, own table or separate matrix.
         quantise: 4 or 8 bits for every matrix wide enough, in both; None for plain weights.
         dtype: "float32", "bfloat16" or "float16".

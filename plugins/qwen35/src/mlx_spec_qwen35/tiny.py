@@ -103,10 +103,8 @@ def write_tiny(
     """Write out/target and, if asked for, a drafter; returns both, the drafter None or out/target itself.
 
     Args:
-        variant: "dense", "tied" (no output head of its own) or "moe".
-        wrapper: the text stack in a text_config beside a vision tower, as checkpoints that see have it.
-        drafter: "own": MTP head inside the target's files; "mtp": a head in out/drafter; "dflash", "dflash2":
-            a block drafter in out/drafter; "none".
+        variant, wrapper: "dense", "tied" (no output head) or "moe"; True: a text_config beside a vision tower.
+        drafter: "none"; "own": an MTP head in the target's files; "mtp", "dflash", "dflash2": one in out/drafter.
         bits: 4 or 8 for every matrix wide enough, in groups of 32; not together with `raw`.
         raw: the published layout: norms as deltas, convolutions (C, 1, K), experts fused, wrapped names.
         dtype: "float32", "bfloat16" or "float16"; A_log stays float32.
