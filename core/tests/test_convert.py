@@ -25,6 +25,7 @@ from mlx_spec.conversion.staging import PLAN
 from mlx_spec.errors import LoadError, RefusedError, UsageError
 from mlx_spec.loading import open_ref
 from mlx_spec.tensorwriter import SafetensorsWriter
+from mlx_spec.types import ModelRef
 
 CONFIG = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "torch_dtype": "bfloat16"}
 LIMIT = 20_000  # bytes per file: the tiny model becomes several
@@ -438,3 +439,14 @@ def test_options_for_the_other_kind_of_source_are_refused(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     out = run(tmp_path / "m.gguf", "-o", tmp_path / "out", "--q-bits", 4)
     assert out.exit_code == 2 and "--q-bits: found 4 for a GGUF file" in out.stderr
+
+
+def test_a_model_type_that_nobody_gives_classes_for_is_refused(source, site, tmp_path):
+    """A plugin that loads its targets itself may leave `spec_model_classes` out; mlx-lm knows no such type."""
+    claim = "from mlx_spec import hookimpl\n@hookimpl\ndef spec_register(register):\n    register.target('fake_type')\n"
+    site.install("fake-dist", "fake-one", claim)
+    found = open_ref(str(source))
+    strange = ModelRef(found.name, found.path, {**found.config, "model_type": "fake_type"})
+    with pytest.raises(LoadError, match="for which mlx-lm and plugin fake-one give no classes") as caught:
+        convert(strange, tmp_path / "out")
+    assert caught.value.code == "L65" and not (tmp_path / "out").exists()

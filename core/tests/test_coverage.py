@@ -33,7 +33,8 @@ def bring(monkeypatch: pytest.MonkeyPatch):
     """function(*kernels, device): these and no others exist."""
 
     def install(*found: Kernel, device: str = "cpu") -> None:
-        registry = SimpleNamespace(kernels=lambda: [("acme", kernel) for kernel in found])
+        found_all = [("acme", kernel) for kernel in found]
+        registry = SimpleNamespace(kernels=lambda: found_all, target_owner=lambda model_type: None)
         monkeypatch.setattr("mlx_spec.plugins.get_manager", lambda: SimpleNamespace(registry=registry))
         monkeypatch.setattr(kernels, "device_kind", lambda: device)
         monkeypatch.setenv("MLX_SPEC_KERNELS", "on")

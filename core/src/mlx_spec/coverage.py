@@ -31,11 +31,11 @@ class Coverage:
 
 
 def kernel_coverage(ref: ModelRef, tensors: Collection[str]) -> Coverage | None:
-    """What kernels would do for a model that mlx-lm can build, None for others.
+    """What kernels would do for a model whose classes are known, None for others.
 
     `tensors` names the checkpoint's tensors, which say what is packed.
     """
-    model = _skeleton(ref.config, tensors)
+    model = _skeleton(ref, tensors)
     if model is None:
         return None
     before = list(model.modules())  # held: an identity is only unique among things that live
@@ -49,19 +49,24 @@ def kernel_coverage(ref: ModelRef, tensors: Collection[str]) -> Coverage | None:
     return Coverage(use, rest)
 
 
-def _skeleton(config: Mapping[str, Any], tensors: Collection[str]) -> Any:
+def _skeleton(ref: ModelRef, tensors: Collection[str]) -> Any:
     """The module tree with arrays that nobody computes, quantised where the checkpoint has scales."""
     from mlx import nn
-    from mlx_lm.utils import _get_classes
 
+    from .loading import model_classes
+
+    config = ref.config
     try:
-        model_class, arguments = _get_classes(dict(config))
+        classes: Any = model_classes(ref)
+        if classes is None:
+            return None
+        model_class, arguments = classes
         model = model_class(arguments.from_dict(dict(config)))
         packing = config.get("quantization")
         if isinstance(packing, Mapping):
             chosen = {key: packing[key] for key in ("group_size", "bits", "mode") if key in packing}
             nn.quantize(model, **chosen, class_predicate=lambda path, module: _packing(path, module, packing, tensors))
-    except Exception:  # a model_type that a plugin brings, or a config that is refused with its reason elsewhere
+    except Exception:  # a config that is refused with its reason elsewhere
         return None
     return model
 

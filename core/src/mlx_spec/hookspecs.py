@@ -51,6 +51,17 @@ def spec_load_target(ref: ModelRef, config: Mapping[str, object]) -> Target | No
 
 
 @hookspec(firstresult=True)
+def spec_model_classes(ref: ModelRef, config: Mapping[str, object]) -> tuple[type, type] | None:
+    """The (model class, arguments class) a target is built from, as mlx-lm's loader wants them.
+
+    A plugin whose modules are not those of mlx-lm answers it. `spec inspect` builds the modules, without weights, to
+    say which kernels would run them; `spec convert` reads a model_type with them that mlx-lm does not define. The
+    arguments class has `from_dict(config)`; the model has `sanitize(weights)` where names or layouts differ, and
+    `quant_predicate` and `cast_predicate` where not everything is packed or cast.
+    """
+
+
+@hookspec(firstresult=True)
 def spec_load_drafter(ref: ModelRef, card: DrafterCard, target: Target) -> Drafter | None:
     """Build the drafter that `card` describes, bound to `target`."""
 

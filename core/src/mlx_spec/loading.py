@@ -70,6 +70,26 @@ def load_target(ref: ModelRef) -> Target:
     return target
 
 
+def model_classes(ref: ModelRef) -> tuple[type, type] | None:
+    """Classes the target of `ref` is built from: its plugin's, else mlx-lm's, None when neither defines any."""
+    from mlx_lm.utils import _get_classes
+
+    from .plugins import get_manager
+
+    manager = get_manager()
+    owner = manager.registry.target_owner(ref.model_type)
+    own: tuple[type, type] | None = None
+    if owner is not None:
+        own = manager.owner_call("spec_model_classes", owner)(ref=ref, config=ref.config)
+    if own is not None:
+        return own
+    try:
+        found: tuple[type, type] = _get_classes(dict(ref.config))
+    except ValueError:  # its only way to say that it knows no such model_type
+        return None
+    return found
+
+
 def choose_drafter(
     name: str | None,
     kind: str | None,

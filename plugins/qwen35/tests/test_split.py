@@ -176,12 +176,23 @@ def test_a_head_that_is_not_whole_is_named(mtp_dirs, tmp_path):
     assert not (tmp_path / "head").exists() and not list(tmp_path.glob(".*"))
 
 
-def test_what_mlx_lm_does_not_define_is_not_converted(mtp_dirs, tmp_path):
-    flat = mtp_dirs(drafter="own", raw=True)[0]  # qwen3_5_text, as the text model alone is saved
-    with pytest.raises(LoadError, match="plugin qwen35 runs and mlx-lm does not define") as caught:
-        convert(ref(flat), tmp_path / "out", Options(FOUR))
-    assert caught.value.code == "L65" and not list(tmp_path.iterdir())
-    assert split(ref(flat), tmp_path / "head").tensors == 15  # its head can be had all the same
+@pytest.mark.parametrize("raw", [True, False], ids=["published", "converted"])
+@pytest.mark.parametrize("variant", ["dense", "moe"])
+def test_what_mlx_lm_does_not_define_is_converted_by_the_plugins_classes(mtp_dirs, tmp_path, variant, raw):
+    """qwen3_5_text and qwen3_5_moe_text, as the text model alone is saved."""
+    flat = mtp_dirs(drafter="own", raw=raw, variant=variant, agree=True)[0]
+    done = convert(ref(flat), tmp_path / "out", Options(keep_heads=True))
+    assert done.model_type.endswith("_text") and json.loads((done.out / "config.json").read_text())["vocab_size"] == 320
+    assert replies(flat, None, "mtp") == replies(done.out, None, "mtp")
+    assert len(replies(done.out, None, "mtp")[0]) == 24
+
+
+def test_such_a_model_is_packed_and_loads(mtp_dirs, tmp_path):
+    flat = mtp_dirs(drafter="own", raw=True)[0]
+    done = convert(ref(flat), tmp_path / "out", Options(FOUR, keep_heads=True))
+    assert sum(done.quantised.values()) > 40 and done.head == "mtp.safetensors"
+    pair = mlx_spec.load(str(done.out), kind="mtp")
+    assert pair.plan.active and pair.plan.findings == []
 
 
 DRIVER = """

@@ -109,7 +109,7 @@ def rows(report: Inspection) -> list[tuple[str, str]]:
         ("tokenizer", ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in tokenizer.items())),
         ("end ids", ", ".join(map(str, report.end_ids)) or ("none" if tokenizer else "")),
         ("memory", _memory(report)),
-        ("kernels", report.kernels.line() if report.kernels else ""),
+        ("kernels", _kernels(report)),
     ]
     return [(label, str(value)) for label, value in lines if value]
 
@@ -142,6 +142,12 @@ def _memory(report: Inspection) -> str:
         return ""
     kv = f" + {size(need.kv_bytes)} K/V at {need.context} positions ({size(need.kv_bytes_per_1k_tokens)} per 1000)"
     return f"{size(need.weights_bytes)} weights" + (kv if need.kv_layers else "")
+
+
+def _kernels(report: Inspection) -> str:
+    """Of the target alone: a drafter's layers run on kernels too, and the start line counts both."""
+    line = report.kernels.line() if report.kernels is not None else ""
+    return f"{line} (the head's layers come on top)" if line and report.heads else line
 
 
 def _count(number: int) -> str:

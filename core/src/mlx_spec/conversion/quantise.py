@@ -87,8 +87,8 @@ def make(ref: ModelRef, quantisation: Quantisation | None, dtype: str | None) ->
 
     from ..checkpoint import load_mlx_lm
 
-    _check_defined(ref)
-    model, config = load_mlx_lm(ref, lazy=True)
+    classes = _classes(ref)
+    model, config = load_mlx_lm(ref, lazy=True, get_model_classes=classes and (lambda config: classes))
     if quantisation is not None and ("quantization" in config or "quantization_config" in config):
         raise _quantised_already(ref, config)
     cast = _cast(model, config, dtype)
@@ -98,25 +98,33 @@ def make(ref: ModelRef, quantisation: Quantisation | None, dtype: str | None) ->
     return Made(arrays, config, cast, "vision_tower" in getattr(model, "model", {}))
 
 
-def _check_defined(ref: ModelRef) -> None:
-    """LoadError for a model_type that a plugin serves by itself: mlx-lm decides what is written here."""
+def _classes(ref: ModelRef) -> tuple[type, type] | None:
+    """Classes of the plugin whose model_type mlx-lm does not define, None where mlx-lm's are used.
+
+    What mlx-lm defines is written as mlx-lm converts it. LoadError when the plugin offers none.
+    """
     from mlx_lm.utils import _get_classes
 
+    from ..loading import model_classes
     from ..plugins import get_manager
 
     owner = get_manager().registry.target_owner(ref.model_type)
     if owner is None:
-        return
+        return None
     try:
         _get_classes(dict(ref.config))
     except ValueError as error:
+        own = model_classes(ref)
+        if own is not None:
+            return own
         raise LoadError(
             f"model {ref.name}",
-            found=f"model_type {ref.model_type!r}, which plugin {owner} runs and mlx-lm does not define",
-            expected="a model_type that mlx-lm converts",
+            found=f"model_type {ref.model_type!r}, for which mlx-lm and plugin {owner} give no classes",
+            expected="a model_type that mlx-lm converts, or a plugin with spec_model_classes",
             next_step="Use it as it is, or convert the release of it that mlx-lm knows",
             code="L65",
         ) from error
+    return None
 
 
 def _quantised_already(ref: ModelRef, config: Mapping[str, Any]) -> LoadError:

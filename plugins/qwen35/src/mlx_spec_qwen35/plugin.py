@@ -62,6 +62,17 @@ def spec_load_target(ref: ModelRef, config: Mapping[str, object]) -> Target | No
 
 
 @hookimpl
+def spec_model_classes(ref: ModelRef, config: Mapping[str, object]) -> tuple[type, type] | None:
+    """What a Qwen 3.5 text stack is built from, flat or wrapped."""
+    if config.get("model_type") not in TARGET_TYPES:
+        return None
+    from .config import target_config
+    from .weights import target_classes
+
+    return target_classes(target_config(config, ref.path))(dict(config))
+
+
+@hookimpl
 def spec_load_drafter(ref: ModelRef, card: DrafterCard, target: Target) -> Drafter | None:
     """The drafter in `ref`: an MTP head, maybe in the target's own directory, or a DFlash network."""
     if card.kind == DFLASH:
