@@ -194,6 +194,7 @@ def test_memory_of_quantised_kv_and_other_layouts():
     ) == [(64, None), (64, 9)]
     assert kv_rows(base | {"full_attention_interval": 2}) == [(64, None)] * 2
     assert kv_rows(base | {"num_kv_shared_layers": 3}) == [(64, None)]
+    assert kv_rows(base | {"num_kv_shared_layers": 4}) == []  # an assistant that reads its target's
     assert kv_rows(base | {"kv_lora_rank": 20, "qk_rope_head_dim": 4}) == [(24, None)] * 4
     assert kv_rows(base | {"num_key_value_heads": [1, 2, 3, 4]}) == [(32, None), (64, None), (96, None), (128, None)]
     gemma = {"head_dim": 8, "global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1}

@@ -80,10 +80,14 @@ def _packing(path: str, module: Any, packing: Mapping[str, Any], tensors: Collec
 
 
 def _has_weights(module: Any) -> bool:
-    """Whether it holds arrays itself, as layers do and containers do not."""
+    """Whether it is a layer: it holds a matrix, or arrays and no modules.
+
+    A container with a scalar or vector of its own, as a block with a gate, is told by what is in it.
+    """
     import mlx.core as mx
 
-    return any(isinstance(value, mx.array) for value in module.values())
+    own = [value for value in module.values() if isinstance(value, mx.array)]
+    return any(array.ndim > 1 for array in own) or bool(own and not module.children())
 
 
 __all__ = ["Coverage", "kernel_coverage"]

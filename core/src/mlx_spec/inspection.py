@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from .generic_target import declared_context
 from .head_stages import Stage, own_stages, pair_stages
 from .heads import Head, contradictions, find_heads, text_section, whole_index
 from .identify import carries_embedding, identify
-from .memory import MemoryNeed, memory_needed
+from .memory import MemoryNeed, head_settings, memory_needed
 from .refs import resolve
 from .types import DrafterCard, ModelRef
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 T = TypeVar("T")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 HEAD_KIND = "mtp"  # drafters that are heads
 SHOWN_CONTEXT = 8192  # positions the memory estimate uses when nobody asks for another number
 
@@ -208,19 +210,24 @@ def _weights(
     for info in index.values():
         report.dtypes[info.dtype] = report.dtypes.get(info.dtype, 0) + info.nbytes
     report.parameters = count_parameters(index, report.quantisation)
+    if report.kind == "target" and not carries_embedding(config, index):
+        report.kind = "drafter"
+        report.reason = "no tensor has a row per vocabulary entry: it borrows its target's table"
+    settings = config
+    if report.kind == "drafter" and (own := held_layers(index)):
+        report.layers, settings = own, head_settings(config, own)
     positions = context or min(report.context or SHOWN_CONTEXT, SHOWN_CONTEXT)
-    report.memory = memory_needed(config, index, positions, kv_bits)
+    report.memory = memory_needed(settings, index, positions, kv_bits)
     if report.kind != "target":
-        return
-    if not carries_embedding(config, index):
-        report.kind, report.reason = (
-            "drafter",
-            "no tensor has a row per vocabulary entry: it borrows its target's table",
-        )
         return
     whole = _try(report, lambda: whole_index(report.path, index)) or index
     report.heads = find_heads(config, whole)
     report.problems += contradictions(config, whole)
+
+
+def held_layers(index: Mapping[str, TensorInfo]) -> int:
+    """Layers that the tensors are of; what config.json says may be about the trunk of a head."""
+    return len({found[1] for name in index if (found := _LAYER.search(name))})
 
 
 def count_parameters(index: Mapping[str, TensorInfo], quantisation: Mapping[str, Any] | None) -> int:

@@ -71,7 +71,7 @@ def load_target(ref: ModelRef) -> Target:
 
 
 def model_classes(ref: ModelRef) -> tuple[type, type] | None:
-    """Classes the target of `ref` is built from: its plugin's, else mlx-lm's, None when neither defines any."""
+    """Classes the target of `ref` is built from: its plugin's, else mlx-lm's, None without either."""
     from mlx_lm.utils import _get_classes
 
     from .plugins import get_manager

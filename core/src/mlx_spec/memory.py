@@ -1,4 +1,4 @@
-"""How much memory a model needs: weights, and K/V per 1000 tokens, from config.json and headers alone."""
+"""How much memory a model needs: weights, K/V per 1000 tokens, recurrent state; from config.json and headers alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class MemoryNeed:
         weights_bytes: all tensors of the checkpoint, as stored.
         kv_bytes_per_1k_tokens: K/V growth per 1000 positions while no window is full.
         kv_bytes: K/V at `context` positions, windows full.
-        kv_layers: layers that keep K/V; 0 means config.json does not tell.
+        kv_layers: layers that keep K/V; 0 when none does, or config.json does not tell.
+        state_bytes: recurrences and convolution windows, the same at every length. A block that is being verified
+            keeps the state before it too.
+        state_layers: layers that keep such a state.
     """
 
     weights_bytes: int
@@ -29,11 +32,13 @@ class MemoryNeed:
     kv_bytes: int
     context: int
     kv_layers: int
+    state_bytes: int = 0
+    state_layers: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Weights and K/V at `context`."""
-        return self.weights_bytes + self.kv_bytes
+        """Weights, K/V at `context`, recurrent state."""
+        return self.weights_bytes + self.kv_bytes + self.state_bytes
 
 
 def memory_needed(
@@ -43,7 +48,7 @@ def memory_needed(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
 ) -> MemoryNeed:
-    """Weights plus K/V at `context` positions; recurrent layers keep a constant state, left out here."""
+    """Weights, K/V at `context` positions, and the state of recurrent layers, which does not grow."""
     weights = sum(info.nbytes for info in index.values())
     element = _element_bytes(index)
     per_token = at_context = 0.0
@@ -54,23 +59,49 @@ def memory_needed(
         size = elements * element if dense else elements * (kv_bits or 0) / 8 + elements / kv_group_size * _SCALE_BYTES
         per_token += size
         at_context += size * (context if window is None else min(context, window))
-    return MemoryNeed(weights, round(per_token * 1000), round(at_context), context, len(rows))
+    held = [floats * 4 + rest * element for floats, rest in state_rows(config)]
+    return MemoryNeed(weights, round(per_token * 1000), round(at_context), context, len(rows), sum(held), len(held))
+
+
+def state_rows(config: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(float32 elements, elements in the dtype of activations) of each gated-delta layer's state for one row."""
+    merged, layers = _merged(config)
+    if not layers:
+        return []
+    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    Hk, Hv, Dk, Dv, K = (_at(merged.get(f"linear_{key}"), 0, 0) for key in keys)
+    row = (Hv * Dv * Dk, max(K - 1, 0) * (2 * Hk * Dk + Hv * Dv))
+    return [row for kind in _layer_kinds(merged, layers) if kind == "linear_attention" and all(row)]
+
+
+def _merged(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Settings of the text stack, and its number of layers, 0 where that makes no sense."""
+    text = config.get("text_config")
+    merged = {**config, **text} if isinstance(text, dict) else dict(config)
+    layers = merged.get("num_hidden_layers")
+    return merged, layers if type(layers) is int and 0 < layers <= _LAYERS else 0
+
+
+def head_settings(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Settings of a drafter head of so many layers, out of a config.json that describes its trunk.
+
+    Heads attend to everything, whatever the layers of their trunk do.
+    """
+    merged, declared = _merged(config)
+    merged.pop("text_config", None)  # merged in
+    if layers != declared:
+        merged |= {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers, "num_kv_shared_layers": 0}
+    return merged
 
 
 def kv_rows(config: Mapping[str, Any]) -> list[tuple[int, int | None]]:
     """(K and V elements per position, window or None) of each layer that keeps K/V."""
-    text = config.get("text_config")
-    merged = {**config, **text} if isinstance(text, dict) else dict(config)
-    layers = merged.get("num_hidden_layers")
-    if (
-        type(layers) is not int
-        or not 0 < layers <= _LAYERS
-        or not any(merged.get(key) for key in ("num_attention_heads", "kv_lora_rank"))
-    ):
+    merged, layers = _merged(config)
+    if not layers or not any(merged.get(key) for key in ("num_attention_heads", "kv_lora_rank")):
         return []  # no attention, no K/V
     kinds = _layer_kinds(merged, layers)
     shared = merged.get("num_kv_shared_layers")
-    kept = kinds[: layers - shared] if type(shared) is int and 0 < shared < layers else kinds
+    kept = kinds[: layers - shared] if type(shared) is int and 0 < shared <= layers else kinds
     window = merged.get("sliding_window")
     rows: list[tuple[int, int | None]] = []
     for i, kind in enumerate(kept):

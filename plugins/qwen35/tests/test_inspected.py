@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from click.testing import CliRunner
 
 from mlx_spec import kernels, load
+from mlx_spec.cli import cli
 from mlx_spec.gated_delta import GatedDelta
 from mlx_spec.inspection import inspect
 from mlx_spec.kernels import Candidate
 from mlx_spec.registry import Kernel
 from mlx_spec.settings import reset_settings
+from mlx_spec.state import DeltaState
 
 KINDS = {"gated-delta": GatedDelta, "activation": nn.SiLU, "rms-norm": nn.RMSNorm, "short-convolution": nn.Conv1d}
 
@@ -45,4 +50,31 @@ def test_the_layers_on_kernels_are_those_of_the_loaded_target(
     assert report.kernels is not None
     assert report.kernels.use.layers == load(path).plan.kernels.layers
     assert report.kernels.use.layers["acme avx9"]["gated-delta"] == 3
-    assert "GatedDelta" not in report.kernels.rest
+    assert "GatedDeltaNet" not in report.kernels.rest  # its vectors are read between layers that are counted
+
+
+@pytest.mark.parametrize("options", [{}, {"wrapper": True, "dtype": "bfloat16"}, {"variant": "moe"}], ids=str)
+def test_the_state_of_a_request_is_what_a_loaded_target_holds(
+    checkpoint: Callable[..., Path], options: dict[str, Any]
+) -> None:
+    path = str(checkpoint(**options))
+    need = inspect(path, context=7).memory
+    assert need is not None
+    target = load(path).target
+    states = target.make_states()
+    target.prefill(mx.array([[5, 6, 7, 8, 9, 10, 11]], dtype=mx.int32), states)
+    held = [state.nbytes for state in states if isinstance(state, DeltaState)]
+    assert (need.state_layers, need.state_bytes) == (len(held), sum(held)) and len(held) == 3
+    assert need.total_bytes == need.weights_bytes + need.kv_bytes + need.state_bytes
+    assert "recurrent state" in CliRunner().invoke(cli, ["inspect", path]).stdout
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_a_head_directory_has_its_own_layers_and_memory(checkpoint: Callable[..., Path], layers: int) -> None:
+    """Its config.json describes the trunk."""
+    path = checkpoint(drafter="mtp", num_hidden_layers=layers).parent / "drafter"
+    text = json.loads((path / "config.json").read_text())["text_config"]
+    report = inspect(str(path), context=100)
+    assert text["num_hidden_layers"] == layers and report.layers == 1
+    assert report.memory is not None and (report.memory.kv_layers, report.memory.state_layers) == (1, 0)
+    assert report.memory.kv_bytes == 100 * 2 * text["num_key_value_heads"] * text["head_dim"] * 4

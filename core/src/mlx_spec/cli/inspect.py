@@ -141,7 +141,10 @@ def _memory(report: Inspection) -> str:
     if need is None:
         return ""
     kv = f" + {size(need.kv_bytes)} K/V at {need.context} positions ({size(need.kv_bytes_per_1k_tokens)} per 1000)"
-    return f"{size(need.weights_bytes)} weights" + (kv if need.kv_layers else "")
+    state = f" + {size(need.state_bytes)} recurrent state" if need.state_layers else ""
+    return f"{size(need.weights_bytes)} weights{kv if need.kv_layers else ''}{state}" + (
+        ", K/V and state per request" if need.state_layers else ""
+    )
 
 
 def _kernels(report: Inspection) -> str:
