@@ -1,4 +1,4 @@
-"""How much memory a model needs: weights, K/V per 1000 tokens, recurrent state; from config.json and headers alone."""
+"""How much memory a model needs, weights, K/V and state, from config.json and headers alone."""
 
 from __future__ import annotations
 
