@@ -27,7 +27,7 @@ class Coverage:
         rest = ", ".join(f"{name} {n}" for name, n in sorted(self.rest.items()))
         if not self.use.layers:
             return self.use.line()
-        return f"{self.use.line()}; {rest} on mlx's own operations" if rest else f"{self.use.line()}; no layer on mlx's own operations"
+        return f"{self.use.line()}; {rest or 'no layer'} on mlx's own operations"
 
 
 def kernel_coverage(ref: ModelRef, tensors: Collection[str]) -> Coverage | None:

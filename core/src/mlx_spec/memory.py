@@ -64,7 +64,7 @@ def memory_needed(
 
 
 def state_rows(config: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(float32 elements, elements in the dtype of activations) of each gated-delta layer's state for one row."""
+    """(float32 elements, elements as activations are) of each gated-delta layer's state of a row."""
     merged, layers = _merged(config)
     if not layers:
         return []
