@@ -66,6 +66,15 @@ def spec_load_drafter(ref: ModelRef, card: DrafterCard, target: Target) -> Draft
     """Build the drafter that `card` describes, bound to `target`."""
 
 
+@hookspec(firstresult=True)
+def spec_check_prompt(ref: ModelRef, config: Mapping[str, object], tokens: Sequence[int]) -> None:
+    """Refuse prompt ids that the target of `config` cannot serve, as `Target.check_prompt` does.
+
+    Raises UsageError. Asked before any weights are loaded, of checkpoints that also serve images, audio or video: a
+    prompt with their placeholders need not wait for the weights to be refused.
+    """
+
+
 # -- pairing: every plugin is asked, all findings are kept ---------------------------------------------
 
 

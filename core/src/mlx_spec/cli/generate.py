@@ -62,6 +62,7 @@ def command(**values: Any) -> None:
         note(f"{why} demo pair ({chosen.target})")
         if text == DEMO_PROMPT:
             note(f"no prompt given: continuing\n{DEMO_PROMPT}")
+    refuse_early(chosen, values, text)
     with progress("loading and probing") as steps:
         pair = load_pair(values, chosen, steps)
     note(pair.plan.line())
@@ -143,6 +144,28 @@ def _parse_ids(text: str) -> list[int]:
             code="U34",
         )
     return [int(part) for part in inside.split(",")]
+
+
+def refuse_early(chosen: PairOptions, values: dict[str, Any], prompt: str | list[int]) -> None:
+    """UsageError for a prompt that stands for an image, say, before the weights are loaded in vain.
+
+    Only checkpoints that serve media besides text are asked; for others the tokenizer is read once, with the weights.
+    """
+    from ..loading import open_ref
+    from ..plugins import get_manager
+    from ..tokenizer import load_tokenizer
+
+    ref = open_ref(chosen.target)
+    if not any(re.match(r"(vision|image|video|audio)_(config|token)", key) and ref.config[key] for key in ref.config):
+        return
+    owner = get_manager().registry.target_owner(ref.model_type)
+    tokenizer = load_tokenizer(ref.path) if owner is not None and isinstance(prompt, str) else None
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            return  # told when the pair is there
+        prompt = tokenizer.prompt(prompt, template=not values.get("no_chat_template")).ids
+    if owner is not None:
+        get_manager().owner_call("spec_check_prompt", owner)(ref=ref, config=ref.config, tokens=prompt)
 
 
 def encode_prompt(pair: Pair, values: dict[str, Any], prompt: str | list[int]) -> list[int]:

@@ -9,7 +9,7 @@ CODES = (
     Code("GM02", "An assistant whose tensors are not those of an assistant", "files", ("weights",)),
     Code("GM03", "A token_ordering that is no permutation of the vocabulary", "files", ("weights",)),
     Code("GM04", "An assistant loaded for a target that is no Gemma 4", "choose", ("drafter",)),
-    Code("GM05", "A prompt with placeholders for images, audio or video", "request", ("target",)),
+    Code("GM05", "A prompt with placeholders for images, audio or video", "request", ("config",)),
     Code("GM06", "A tiny checkpoint of an unknown variant or vocabulary size", "request", ("tiny",)),
     Code("GM10", "An assistant of another Gemma 4 line than its target", "choose", ("validate",)),
     Code("GM11", "Another hidden size than the target's", "choose", ("validate",)),

@@ -6,13 +6,13 @@ Checked against mlx-lm 0.32.2 `models/gemma4_text.py` (names and defaults) and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from mlx_spec.errors import LoadError
+from mlx_spec.errors import LoadError, UsageError
 from mlx_spec.types import DrafterCard, ModelRef
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -205,6 +205,21 @@ def assistant_card(ref: ModelRef) -> DrafterCard:
 def media_ids(config: Mapping[str, Any]) -> dict[int, str]:
     """Placeholder id -> "image", "audio" or "video", as config.json names them."""
     return {config[key]: name for name, key in MEDIA_KEYS.items() if type(config.get(key)) is int}
+
+
+def refuse_media(media: Mapping[int, str], tokens: Sequence[int]) -> None:
+    """UsageError for a prompt with one of the placeholders in `media` (id -> kind)."""
+    place = next((i for i, token in enumerate(tokens) if token in media), None)
+    if place is None:
+        return
+    kind = media[tokens[place]]
+    raise UsageError(
+        f"prompt token {place}",
+        found=f"id {tokens[place]}, the placeholder for {kind} input",
+        expected="text tokens only",
+        next_step=f"Serve requests with {kind} input with mlx-vlm, or remove the placeholder",
+        code="GM05",
+    )
 
 
 # -- inner ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,16 @@ def spec_model_classes(ref: ModelRef, config: Mapping[str, object]) -> tuple[typ
     from .weights import target_classes
 
     return target_classes(target_config(config, ref.path), wrapped="text_config" in config)(dict(config))
+
+
+@hookimpl
+def spec_check_prompt(ref: ModelRef, config: Mapping[str, object], tokens: Sequence[int]) -> None:
+    """Refuse placeholders for other media."""
+    if config.get("model_type") not in TARGET_TYPES:
+        return
+    from .config import media_ids, refuse_media
+
+    refuse_media(media_ids(config), tokens)
 
 
 @hookimpl

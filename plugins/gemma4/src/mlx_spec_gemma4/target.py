@@ -24,12 +24,11 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.gemma4_text import logit_softcap
 
 from mlx_spec.checkpoint import check_finite, load_mlx_lm
-from mlx_spec.errors import UsageError
 from mlx_spec.linear import hold_transposes
 from mlx_spec.models import Target
 from mlx_spec.types import Capabilities, ModelRef, Verification
 
-from .config import SLIDING, TextConfig, media_ids, target_config
+from .config import SLIDING, TextConfig, media_ids, refuse_media, target_config
 from .weights import target_classes
 
 if TYPE_CHECKING:
@@ -121,17 +120,7 @@ class Gemma4Target(Target):
 
     def check_prompt(self, tokens: Sequence[int]) -> None:
         """Refuse prompts that stand for other media: this path has no tower to fill the placeholders in."""
-        place = next((i for i, token in enumerate(tokens) if token in self.media), None)
-        if place is None:
-            return
-        kind = self.media[tokens[place]]
-        raise UsageError(
-            f"prompt token {place}",
-            found=f"id {tokens[place]}, the placeholder for {kind} input",
-            expected="text tokens only",
-            next_step=f"Serve requests with {kind} input with mlx-vlm, or remove the placeholder",
-            code="GM05",
-        )
+        refuse_media(self.media, tokens)
 
 
 class SharedReader:

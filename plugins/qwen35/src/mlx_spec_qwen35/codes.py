@@ -9,7 +9,7 @@ from mlx_spec.codes import Code
 
 CODES = (
     Code("QW01", "A key of a Qwen 3.5 config.json that cannot be used", "files", ("config",)),
-    Code("QW02", "A prompt with placeholders for images or video", "request", ("target",)),
+    Code("QW02", "A prompt with placeholders for images or video", "request", ("config",)),
     Code("QW03", "Weights of a Qwen 3.5 target in a layout that cannot be read", "files", ("weights",)),
     Code("QW04", "A tiny checkpoint of an unknown variant or drafter", "request", ("tiny",)),
     Code("QW20", "An MTP head loaded for a target that is no Qwen 3.5", "choose", ("mtp",)),

@@ -6,13 +6,13 @@ Checked against mlx-lm 0.32.2 `models/qwen3_5.py` (names and defaults) and trans
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mlx_spec.errors import LoadError
+from mlx_spec.errors import LoadError, UsageError
 
 FULL, LINEAR = "full_attention", "linear_attention"
 MEDIA_KEYS: Mapping[str, tuple[str, int]] = {
@@ -149,6 +149,21 @@ def media_ids(config: Mapping[str, Any]) -> dict[int, str]:
         if type(value) is int:
             found[value] = kind
     return found
+
+
+def refuse_media(media: Mapping[int, str], tokens: Sequence[int]) -> None:
+    """UsageError for a prompt with one of the placeholders in `media` (id -> kind)."""
+    place = next((i for i, token in enumerate(tokens) if token in media), None)
+    if place is None:
+        return
+    kind = media[tokens[place]]
+    raise UsageError(
+        f"prompt token {place}",
+        found=f"id {tokens[place]}, the placeholder for {kind} input",
+        expected="text tokens only",
+        next_step=f"Serve requests with {kind} input with mlx-vlm, or remove the placeholder",
+        code="QW02",
+    )
 
 
 def refuse(path: Path, key: str, found: object, expected: str) -> NoReturn:

@@ -21,13 +21,12 @@ import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
-from mlx_spec.errors import UsageError
 from mlx_spec.generic_target import GenericTarget
 from mlx_spec.state import DeltaState, KVState, QuantisedKVState, StateGroup
 from mlx_spec.state.delta import Steps
 from mlx_spec.types import Capabilities, ModelRef, Verification
 
-from .config import media_ids, target_config
+from .config import media_ids, refuse_media, target_config
 from .weights import target_classes
 
 if TYPE_CHECKING:
@@ -119,17 +118,7 @@ class Qwen35Target(GenericTarget):
 
     def check_prompt(self, tokens: Sequence[int]) -> None:
         """Refuse prompts that stand for images or video: this path has no tower to fill the placeholders in."""
-        place = next((i for i, token in enumerate(tokens) if token in self.media), None)
-        if place is None:
-            return
-        kind = self.media[tokens[place]]
-        raise UsageError(
-            f"prompt token {place}",
-            found=f"id {tokens[place]}, the placeholder for {kind} input",
-            expected="text tokens only",
-            next_step=f"Serve requests with {kind} input with mlx-vlm, or remove the placeholder",
-            code="QW02",
-        )
+        refuse_media(self.media, tokens)
 
     # -- structure -------------------------------------------------------------------------------------
 
