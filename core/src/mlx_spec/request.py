@@ -34,7 +34,8 @@ class Request:
         max_tokens: largest number of reply tokens.
         ignore_eos: go on past the model's end ids (explicit stop ids still end the reply).
         adaptive: False pins every round to the full width.
-        speculative: False decodes this request plainly.
+        speculative: False decodes this request plainly, to its end: a row that was prefilled without its drafter has
+            nothing to draft from.
         block_size: narrower L for this request, None for the pair's.
     """
 
