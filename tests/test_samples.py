@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_spec.cli import cli
+from mlx_spec.inspection import inspect
 from mlx_spec.plugins import get_manager
 from mlx_spec.settings import reset_settings
 
@@ -61,3 +62,12 @@ def test_its_start_line_has_the_keys_and_kernels_that_run(root: Path, ran: list[
     brought = {kernel.op for owner, kernel in get_manager().registry.kernels() if owner == "cpu"}
     assert ops == (real_ops or ops & brought)  # real ones only where the kernels are built
     assert len(ops) > 3
+
+
+def test_nothing_is_wrong_with_the_demo_pairs() -> None:
+    demos = get_manager().registry.demos()
+    assert {demo.owner for demo in demos} == {"gemma4", "qwen35"}
+    for demo in demos:
+        report = inspect(f"demo:{demo.owner}", [f"demo:{demo.owner}"])
+        assert report.problems == [] and report.tokenizer["tokens"] == report.vocab_size
+        assert report.drafters[-1].fits, report.drafters[-1].reason

@@ -33,6 +33,7 @@ TOKENIZER_CONFIG = {
     "pad_token": "<pad>",
     "eos_token": "<eos>",
     "bos_token": "<bos>",
+    "unk_token": "<pad>",  # never met by bytes; unnamed, transformers adds one of its own beyond the vocabulary
 }
 
 
