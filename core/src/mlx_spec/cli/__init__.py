@@ -235,7 +235,11 @@ def configure_logging() -> None:
 @click.group("spec", cls=SpecGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="mlx-spec")
 def cli() -> None:
-    """Exact speculative decoding on MLX: a drafter guesses ahead, the text stays the target's own."""
+    """Exact speculative decoding on MLX: a drafter guesses ahead, the text stays the target's own.
+
+    A first try without models of your own: spec generate -p "def main(" runs a small bundled pair. spec doctor checks
+    the installation.
+    """
     configure_logging()
 
 

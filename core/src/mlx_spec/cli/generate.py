@@ -31,14 +31,19 @@ DEMO_PROMPT = "def walk(node):\n    for child in node.children:\n        if isin
 @click.option("--prompt-ids", help="Token ids, comma-separated or a JSON list.")
 @click.option("-n", "--max-tokens", type=Whole(0), default=256, show_default=True, help="Longest reply.")
 @click.option("--temp", "temperature", type=NUMBER, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=NUMBER, default=1.0, show_default=True)
-@click.option("--top-k", type=WHOLE, default=0, show_default=True)
-@click.option("--min-p", type=NUMBER, default=0.0, show_default=True)
+@click.option("--top-p", type=NUMBER, default=1.0, show_default=True, help="Sample from the likeliest share of it all.")
+@click.option("--top-k", type=WHOLE, default=0, show_default=True, help="Sample from so many tokens; 0: from all.")
+@click.option("--min-p", type=NUMBER, default=0.0, show_default=True, help="Least share of the likeliest token's.")
 @click.option("--seed", type=WHOLE, help="Makes sampling repeatable; selects --acceptance coupled.")
-@click.option("--acceptance", type=click.Choice(["rejection", "coupled"]), help="Law under sampling.")
-@click.option("--repetition-penalty", type=NUMBER)
-@click.option("--presence-penalty", type=NUMBER)
-@click.option("--frequency-penalty", type=NUMBER)
+@click.option(
+    "--acceptance",
+    type=click.Choice(["rejection", "coupled"]),
+    help="What drafts keep under sampling: the distribution, or with --seed the very tokens of plain sampling. "
+    "Default: coupled with --seed, else rejection.",
+)
+@click.option("--repetition-penalty", type=NUMBER, help="Divides scores of tokens already there; 1 changes nothing.")
+@click.option("--presence-penalty", type=NUMBER, help="Taken off the score of tokens already there.")
+@click.option("--frequency-penalty", type=NUMBER, help="The same, for each time they are there.")
 @click.option("--min-tokens", type=WHOLE, default=0, help="No end or stop before this many reply tokens.")
 @click.option("--stop", multiple=True, help="Stop string; may be given several times.")
 @click.option("--logprobs", type=WHOLE, help="Log-probabilities with this many alternatives (--json).")
@@ -48,12 +53,15 @@ DEMO_PROMPT = "def walk(node):\n    for child in node.children:\n        if isin
 @click.option(
     "--compare/--no-compare",
     default=None,
-    help="Also decode plainly and compare tokens and speed. Default: only for the demo pair.",
+    help="Also decode plainly, and compare tokens and speed. Default: for bundled pairs alone.",
 )
 @click.option("--profile", is_flag=True, help="Time of every phase of a round (each phase then waits for its result).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def command(**values: Any) -> None:
-    """Generate text with TARGET, drafted ahead by its drafter; the tokens are the target's own."""
+    """Generate text with a target, drafted ahead by its drafter; the tokens are the target's own.
+
+    The reply goes to standard output, what is said about it to standard error.
+    """
     chosen = read_pair_options(values)
     text = read_prompt(values, chosen.demo is not None)
     sampling = _sampling(values, chosen)

@@ -24,9 +24,15 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 @click.command("inspect")
 @click.argument("model")
 @click.option(
-    "--drafter", "drafters", multiple=True, metavar="DIR", help="Also say whether this drafter fits; repeatable."
+    "--drafter",
+    "drafters",
+    multiple=True,
+    metavar="DIR",
+    help="Also say whether this drafter fits; may be given several times.",
 )
-@click.option("--context", type=Whole(min=1), help="Positions for the memory estimate.")
+@click.option(
+    "--context", type=Whole(min=1), help="Positions for the memory estimate. Default: the context, 8192 at most."
+)
 @click.option("--kv-bits", type=click.Choice(["4", "8"]), help="Estimate for a quantised K/V state.")
 @click.option("--probe", is_flag=True, help="Load the model with its heads and prove them, for the last stage.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -42,8 +48,9 @@ def command(
 ) -> None:
     """Say what MODEL (a directory, a hub id or demo:PLUGIN) is; exit 1 when it cannot be used as it is.
 
-    Of a drafter head, in the model or given with --drafter, every stage is told: declared in config.json, tensors,
-    shapes, norms, quantisation, the trunk it belongs to, and the exactness probe's verdict where one is remembered.
+    Reads files only. Of a drafter head, in the model or given with --drafter, every stage is told: declared in
+    config.json, tensors, shapes, norms, quantisation, the trunk it belongs to, and what the exactness probe found, if
+    it ran before.
     """
     from ..inspection import inspect, prove_heads
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from ..pair import Pair
     from ..registry import Demo
 
-KINDS_HELP = "mtp, dflash, full-model, prompt-lookup, none, or a kind a plugin brings; default: from the directory"
+KINDS_HELP = (
+    "mtp, dflash, full-model, prompt-lookup, none, or a kind a plugin brings. Default: what the drafter directory is. "
+    "Without --draft-model, mtp takes the head that the target's checkpoint carries."
+)
 
 
 @dataclass(slots=True)
@@ -49,13 +52,15 @@ def pair_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--spec-config",
                      help='JSON, e.g. \'{"method":"mtp","num_speculative_tokens":3}\' (K, without the anchor).'),
         click.option("--exactness", type=click.Choice(["bitwise", "greedy", "distribution", "lossy"]), default="greedy",
-                     show_default=True, help="Weakest level to speculate at; below it the reply is decoded plainly."),
-        click.option("--no-probe", is_flag=True, help="Skip the exactness probe; the pair then runs as unproven."),
+                     show_default=True,
+                     help="Weakest level to draft at, else the reply is decoded plainly. bitwise: a block gives the "
+                          "bytes of single steps; greedy: the same tokens; distribution: the same law of sampling."),
+        click.option("--no-probe", is_flag=True, help="Skip the exactness probe; the pair then drafts unproven."),
         click.option("--kv-bits", type=click.Choice(["4", "8"]), help="Quantise K/V of full-attention layers."),
         click.option("--kv-group-size", type=click.Choice(["32", "64", "128"]), default="64", show_default=True,
                      help="Values per scale of quantised K/V; divides the head size."),
         click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
-                     help="Cast unquantised weights."),
+                     help="Cast weights that are not quantised."),
         click.option("--prefill-step", type=Whole(1), help="Prompt tokens per prefill chunk."),
     ]  # fmt: skip
     for decorate in reversed(decorators):
