@@ -113,13 +113,24 @@ def choose_drafter(
 
 def idle_head(target: ModelRef) -> str:
     """A note on the head that a target's checkpoint carries and nobody asked for; "" without one."""
+    own = _idle(target)
+    return f"the checkpoint carries a head that can draft for it: {KIND_FLAG} {own[1].kind}" if own else ""
+
+
+def how_to_draft(target: ModelRef) -> str:
+    """The next step for somebody who named no drafter: the head that is there already comes first."""
+    own = f"{KIND_FLAG} {idle[1].kind} (a head is in this checkpoint), " if (idle := _idle(target)) else ""
+    return f"Pass {own}{DRAFTER_FLAG} DIR or {KIND_FLAG} prompt-lookup"
+
+
+def _idle(target: ModelRef) -> tuple[str, DrafterCard] | None:
+    """(owner, card) of the head in a target's own checkpoint, if one can be read."""
     from .plugins import get_manager
 
     try:
-        own = get_manager().registry.drafter_for(target)
+        return get_manager().registry.drafter_for(target)
     except SpecError:  # a head that cannot be read is told about when it is asked for
-        return ""
-    return f"the checkpoint carries a head that can draft for it: {KIND_FLAG} {own[1].kind}" if own else ""
+        return None
 
 
 def _with_options(choice: DrafterChoice, options: Mapping[str, object]) -> DrafterChoice:

@@ -90,6 +90,13 @@ def test_a_target_alone_is_told_what_would_make_it_a_pair(own: Path, mtp_dirs: M
     assert "own head  none" in spec("pair", "-m", mtp_dirs(drafter="mtp", agree=True)[0]).stdout
 
 
+@pytest.mark.parametrize("command", ["probe", "tune", "bench"])
+def test_who_names_no_drafter_is_told_of_the_head_that_is_there(own: Path, mtp_dirs: MakePair, command: str) -> None:
+    found = spec(command, "-m", own).stderr
+    assert "Pass --draft-kind mtp (a head is in this checkpoint), --draft-model DIR or --draft-kind pro" in found
+    assert "Pass --draft-model DIR or" in spec(command, "-m", mtp_dirs(drafter="mtp", agree=True)[0]).stderr
+
+
 def test_pair_says_what_was_decided_about_the_head(own: Path) -> None:
     made = said("pair", "-m", own, "--draft-kind", "mtp", "--no-measure")
     assert made["plan"]["active"] and made["plan"]["exactness"]["level"] in ("bitwise", "greedy")

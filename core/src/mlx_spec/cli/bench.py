@@ -162,6 +162,8 @@ def settle(pair: Pair) -> None:
 
 def check_active(pair: Pair, plan: BenchPlan) -> None:
     """Refuse before measuring when an arm that drafts could not."""
+    from ..loading import how_to_draft
+
     if pair.plan.active or not any(arm.speculative for arm in plan.arms):
         return
     missing = pair.drafter is None and pair.plan.requested == "none"
@@ -169,7 +171,7 @@ def check_active(pair: Pair, plan: BenchPlan) -> None:
         "bench",
         found="no drafter" if missing else f"speculation off ({pair.plan.reason})",
         expected="a pair that speculates, for arms other than plain",
-        next_step="Pass --draft-model DIR or --draft-kind prompt-lookup" if missing else "See spec pair",
+        next_step=how_to_draft(pair.target_ref) if missing else "See spec pair",
         code="R31",
     )
 

@@ -18,6 +18,7 @@ from .output import note, print_json, print_table, progress
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(memo: bool, as_json: bool, **values: Any) -> None:
     """Run real rounds with rollback against single steps and print the verdict per width."""
+    from ..loading import how_to_draft
     from ..probe import prove
 
     chosen = read_pair_options(values)
@@ -27,7 +28,7 @@ def command(memo: bool, as_json: bool, **values: Any) -> None:
             "probe",
             found=f"no drafter in use ({pair.plan.reason})",
             expected="a pair",
-            next_step="Pass --draft-model DIR or --draft-kind prompt-lookup"
+            next_step=how_to_draft(pair.target_ref)
             if pair.drafter is None
             else "Change the setting that turned it off",
             code="U40",

@@ -87,19 +87,20 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
 
 def widest_to_try(chosen: PairOptions) -> int:
     """L to load at when none is asked for: what would run, or a little more; reads files only."""
-    from ..loading import choose_drafter, open_ref
+    from ..loading import choose_drafter, how_to_draft, open_ref
     from ..width import resolve_block_size
 
+    target = open_ref(chosen.target)
     choice = choose_drafter(
         chosen.draft_model,
         chosen.kind,
         chosen.options,
-        open_ref(chosen.target),
+        target,
         name_from=chosen.draft_model_from,
         kind_from=chosen.kind_from,
     )
     if choice is None:
-        raise refuse_idle("no drafter", "Pass --draft-model DIR or --draft-kind prompt-lookup")
+        raise refuse_idle("no drafter", how_to_draft(target))
     usual = resolve_block_size(None, choice.card, choice.kind).L
     return max(usual, min(FEWEST_WIDEST, choice.card.max_block_size or FEWEST_WIDEST))
 
