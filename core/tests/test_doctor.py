@@ -109,7 +109,9 @@ def test_a_sound_installation_passes(spec):
     assert {"python", "system", "cores", "memory", "mlx", "device", "blas", "mlx-lm", "tokenizers"} <= set(checks)
     assert {"memory speed", "cost"} <= set(checks) and "4-bit layer of 2048 x 2048 takes" in checks["cost"]["detail"]
     assert checks["setting prefill_step"]["detail"] == "512 (MLX_SPEC_PREFILL_STEP)"
-    assert checks["setting probe"]["detail"] == "True (default)"
+    assert checks["setting probe"]["detail"] == "on (default)"
+    assert checks["setting draft_kind"]["detail"] == "not set (default)"
+    assert checks["setting trace"]["detail"] == "none (default)"
     assert checks["cache folder"]["status"] == "ok"
     assert all(check["next_step"] for check in checks.values() if check["status"] != "ok")
 

@@ -257,13 +257,21 @@ def _settings() -> Iterator[Check]:
     settings = get_settings()
     for field in type(settings).model_fields:
         value = getattr(settings, field)
-        shown = ",".join(value) if isinstance(value, tuple) else value
-        yield Check(f"setting {field}", "ok", f"{shown} ({source(field)})")
+        yield Check(f"setting {field}", "ok", f"{_shown(value)} ({source(field)})")
     for name, close in unknown_variables():
         step = f"Did you mean {close}" if close else f"Unset {name}"
         yield Check("settings", "warn", f"{name} means nothing here", step)
 
     yield _cache_folder(settings.cache_dir)
+
+
+def _shown(value: object) -> str:
+    """A setting's value in words."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ",".join(value) or "none"
+    return "not set" if value is None else str(value)
 
 
 def _cache_folder(folder: Path) -> Check:
