@@ -7,6 +7,7 @@ import atexit
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -86,9 +87,10 @@ def qwen35_checkpoints(options: argparse.Namespace) -> Checkpoints:
 
 
 def scratch() -> Path:
-    """An empty folder of this process, gone when it ends, be it by an error."""
+    """An empty folder of this process, gone when it ends: by itself, by an error, by SIGTERM."""
     folder = Path(tempfile.mkdtemp(prefix="mlx-spec-bench-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return folder
 
 

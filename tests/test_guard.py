@@ -52,9 +52,10 @@ def test_temporary_folders_are_the_sessions_own(own_scratch):
 
 
 def test_measurements_leave_no_folder_behind(root, tmp_path):
-    """Neither when all went well nor when a script failed in the middle."""
+    """Neither when all went well nor when a script failed in the middle, or was stopped."""
     script = "from common import scratch, tiny_llama; (scratch() / 'x').mkdir(); print(tiny_llama().target.is_dir())"
-    for end, code in (("", 0), ("; raise RuntimeError('in the middle')", 1)):
+    told = "; import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    for end, code in (("", 0), ("; raise RuntimeError('in the middle')", 1), (told, 143)):
         done = subprocess.run(
             [sys.executable, "-c", script + end],
             cwd=root / "bench",
