@@ -19,11 +19,12 @@ from math import isfinite
 import mlx.core as mx
 
 from .errors import message
+from .greedy import PLAIN, GreedyChoice
 from .laws import accept_coupled, accept_greedy, accept_rejection
 from .noise import gumbel, uniform
 from .processors import History, process_rows
 from .sampling import Sampling
-from .shaping import assemble, greedy_ids, logprobs_of, shape_logprobs
+from .shaping import assemble, logprobs_of, shape_logprobs
 from .types import Draft, Verdict
 
 Logprob = tuple[int, float, list[tuple[int, float]]]  # token id, its logprob, (id, logprob) of the best ones
@@ -136,7 +137,7 @@ class GreedyStep:
 
     Attributes:
         ids: (B,) int32.
-        check: (B, 1), finite where the row's logits are.
+        check: (B,), finite where the row's logits are.
     """
 
     ids: mx.array
@@ -155,7 +156,7 @@ class GreedyStep:
         """Wait for the device once and unpack."""
         mx.eval(self.ids, self.check)
         found = zip(self.ids.tolist(), self.check.tolist(), strict=True)
-        return [RowResult([t], 0) if isfinite(c) else RowResult([], 0, error=_NOT_FINITE) for t, (c,) in found]
+        return [RowResult([t], 0) if isfinite(c) else RowResult([], 0, error=_NOT_FINITE) for t, c in found]
 
 
 @dataclass(slots=True)
@@ -168,7 +169,11 @@ class _Group:
 
 
 def accept(
-    plan: Sequence[RowPlan], logits: mx.array, draft: Draft, vocab_limit: int | None = None
+    plan: Sequence[RowPlan],
+    logits: mx.array,
+    draft: Draft,
+    vocab_limit: int | None = None,
+    greedy: GreedyChoice = PLAIN,
 ) -> AcceptResult | GreedyStep:
     """Judge a verify.
 
@@ -177,11 +182,12 @@ def accept(
         logits: (B, L, V) raw.
         draft: tokens (B, K) with K = L - 1, counts and probs as in `Draft`.
         vocab_limit: ids from here on mean nothing (padding of the embedding): never accepted nor drawn.
+        greedy: chooses the tokens of greedy rows.
     """
     rows, width, vocab = logits.shape
     limit = vocab if vocab_limit is None else min(vocab, vocab_limit)
     if width == 1 and all(row.settings.plain_greedy for row in plan):
-        return _greedy_step(logits, limit)
+        return GreedyStep(*greedy(mx.squeeze(logits, 1), limit))
     counts = tuple([width - 1] * rows if draft.counts is None else draft.counts)
     asked = tuple(row.settings.logprobs for row in plan)
     wanted = [n for n in asked if n is not None]
@@ -190,7 +196,7 @@ def accept(
     parts = []
     for group in groups:
         members, own = [plan[b] for b in group.rows], [counts[b] for b in group.rows]
-        parts.append(_judge(members, group, draft, _picker(group.rows, rows), own, limit, n))
+        parts.append(_judge(members, group, draft, _picker(group.rows, rows), own, limit, n, greedy))
     order = [group.rows for group in groups]
     tokens, accepted, flags = (assemble(list(zip(order, [p[i] for p in parts], strict=True))) for i in range(3))
     columns = [tokens, accepted[:, None], flags[:, None], draft.tokens.astype(mx.int32)]
@@ -204,16 +210,9 @@ def accept(
     return AcceptResult(mx.concatenate(columns, axis=1), tokens, accepted, layout)
 
 
-def _greedy_step(logits: mx.array, limit: int) -> GreedyStep:
-    """By the same rules as `_judge`: logits (B, 1, V) -> ids and whether they mean something."""
-    row = mx.squeeze(logits, 1)
-    if limit == row.shape[-1] and row.dtype != mx.float32:
-        check = mx.logsumexp(row, axis=-1, keepdims=True)  # which greedy_ids takes as well
-        ids = mx.argmax(row - check, axis=-1).view(mx.int32)
-    else:
-        check = mx.max(row[:, :limit], axis=-1, keepdims=True)
-        ids = greedy_ids(row, limit)
-    return GreedyStep(ids, check)
+def _finite(best: mx.array) -> mx.array:
+    """False for NaN (max hands it on) and for a row with no finite entry."""
+    return (best - best) == 0
 
 
 def _groups(plan: Sequence[RowPlan], logits: mx.array, drafts: mx.array) -> list[_Group]:
@@ -252,17 +251,19 @@ def _judge(
     counts: Sequence[int],
     limit: int,
     n: int | None,
+    greedy: GreedyChoice,
 ) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
     """tokens (b, L), accepted (b,), flags (b,), log-probability columns or None."""
     drafts = pick(draft.tokens).astype(mx.int32)
     settings = plan[0].settings
     logits = group.logits[..., :limit] if limit < group.logits.shape[-1] else group.logits
-    best = mx.max(logits, axis=-1)
-    usable = (best - best) == 0  # False for NaN (max hands it on) and for a row with no finite entry
     faulty = None
     if settings.law == "greedy":
-        accepted, tokens = accept_greedy(greedy_ids(group.logits, limit), drafts, counts, usable)
+        ids, check = greedy(group.logits, limit)
+        usable = _finite(check)
+        accepted, tokens = accept_greedy(ids, drafts, counts, usable)
     else:
+        usable = _finite(mx.max(logits, axis=-1))
         logprobs = shape_logprobs(logits, settings)
         seeds = [row.seed for row in plan]
         if settings.law == "coupled":

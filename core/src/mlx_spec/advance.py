@@ -39,7 +39,7 @@ class Advancer:
         self.rows: list[Row] = []
         self.lane: Lane | None = None
         self.hooks = bind_hooks(pair)
-        self.judge = Judge(pair.target.vocab_size, pair.token_limit, diagnostics.gaps_logged())
+        self.judge = Judge(pair.target.vocab_size, pair.token_limit, diagnostics.gaps_logged(), pair.greedy)
         self.clock = Clock(sync=diagnostics.profiling())
         self._plain: PlainRun | None = None
         self._arrivals: list[Prefill] = []

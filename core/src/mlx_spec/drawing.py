@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .accept import RowPlan
+from .greedy import PLAIN, GreedyChoice
 from .laws import fit_width
 from .noise import gumbel
 from .processors import process_rows
-from .shaping import assemble, greedy_ids, shape_logprobs
+from .shaping import assemble, shape_logprobs
 
 
 class Drawer:
@@ -21,10 +22,17 @@ class Drawer:
     `coupled` rows use the very noise the target will use at that position, so they agree when p and q do.
     """
 
-    def __init__(self, plan: Sequence[RowPlan], vocab_size: int, vocab_limit: int | None = None):
+    def __init__(
+        self,
+        plan: Sequence[RowPlan],
+        vocab_size: int,
+        vocab_limit: int | None = None,
+        greedy: GreedyChoice = PLAIN,
+    ):
         self.plan = plan
         self.vocab_size = vocab_size
         self.limit = vocab_size if vocab_limit is None else min(vocab_size, vocab_limit)
+        self.greedy = greedy
         self._drawn: list[mx.array] = []
         self._history = any(row.settings.needs_history for row in plan)
 
@@ -70,7 +78,7 @@ class Drawer:
         plan = [self.plan[b] for b in rows]
         settings = plan[0].settings
         if settings.law == "greedy":
-            return rows, greedy_ids(logits, self.limit), None
+            return rows, self.greedy(logits, self.limit)[0], None
         logprobs = shape_logprobs(logits[..., : self.limit], settings)
         coupled = settings.law == "coupled"
         seeds, positions = [row.seed for row in plan], [[row.position + step] for row in plan]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .accept import AcceptResult, GreedyStep, RowPlan, RowResult, accept
 from .drawing import Drawer
+from .greedy import PLAIN, GreedyChoice
 from .processors import History
 
 if TYPE_CHECKING:
@@ -25,19 +26,27 @@ class Judge:
         vocab_size: V of the target's logits.
         vocab_limit: number of ids that mean something, None when all do.
         gap_log: print the top-2 gap of every verified row (one more host sync per round).
+        greedy: chooses the tokens of greedy rows, of target and drafter.
     """
 
-    def __init__(self, vocab_size: int, vocab_limit: int | None = None, gap_log: bool = False):
+    def __init__(
+        self,
+        vocab_size: int,
+        vocab_limit: int | None = None,
+        gap_log: bool = False,
+        greedy: GreedyChoice = PLAIN,
+    ):
         self.vocab_size = vocab_size
         self.vocab_limit = vocab_limit
         self.gap_log = gap_log
+        self.greedy = greedy
 
     def score(
         self, rows: Sequence[Row], logits: mx.array, draft: Draft, positions: Sequence[int]
     ) -> AcceptResult | GreedyStep:
         """Lazy verdict numbers; positions[b] is the absolute index of the token after row b's anchor."""
         plan = [_plan(row, position) for row, position in zip(rows, positions, strict=True)]
-        result = accept(plan, logits, draft, self.vocab_limit)
+        result = accept(plan, logits, draft, self.vocab_limit, self.greedy)
         if self.gap_log:
             _print_gaps(rows, logits, result, positions)
         return result
@@ -50,7 +59,7 @@ class Judge:
         """The `draw` of one propose."""
         positions = [n + 1 for n in lane.lengths]
         plan = [_plan(row, position) for row, position in zip(rows, positions, strict=True)]
-        return Drawer(plan, self.vocab_size, self.vocab_limit)
+        return Drawer(plan, self.vocab_size, self.vocab_limit, self.greedy)
 
     @staticmethod
     def needs_history(row: Row) -> bool:

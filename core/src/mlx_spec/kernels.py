@@ -101,8 +101,8 @@ def judge(owner: str, kernel: Kernel) -> Candidate:
     return Candidate(owner, kernel, ok, detail)
 
 
-def use_kernels(model: Any) -> KernelUse:
-    """Replace what a kernel covers in a loaded mlx module tree, in place; weights are shared.
+def use_kernels(*models: Any) -> KernelUse:
+    """Replace what a kernel covers in loaded mlx module trees (or None), in place; weights are shared.
 
     MLX_SPEC_KERNELS=off leaves everything to mlx; names of ops use only those.
     """
@@ -110,7 +110,8 @@ def use_kernels(model: Any) -> KernelUse:
     from .settings import get_settings
 
     only = get_settings().kernels
-    if model is None:
+    trees = [model for model in models if model is not None]
+    if not trees:
         return KernelUse()
     if only == ():
         return KernelUse(reason="MLX_SPEC_KERNELS=off")
@@ -119,7 +120,7 @@ def use_kernels(model: Any) -> KernelUse:
         if not candidate.ok:
             use.reason = use.reason or f"plugin {candidate.owner}: {candidate.detail}"
             continue
-        _, count = swap_modules(model, candidate.kernel.swap)
+        count = sum(swap_modules(tree, candidate.kernel.swap)[1] for tree in trees)
         if count:
             path = f"{candidate.owner} {candidate.detail}".strip()
             use.layers.setdefault(path, {})[candidate.kernel.op] = count

@@ -26,6 +26,7 @@ from .types import LEVELS, ExactnessReport, Level, ModelRef
 
 if TYPE_CHECKING:
     from .draft_state import DraftState
+    from .greedy import GreedyChoice
     from .models import Drafter, Target
     from .tokenizer import Tokenizer
 
@@ -91,6 +92,12 @@ class Plan:
         )
 
 
+def _greedy() -> GreedyChoice:
+    from .greedy import PLAIN
+
+    return PLAIN
+
+
 @dataclass(slots=True)
 class Pair:
     """A target, its drafter (or None), the tokenizer (or None) and the plan.
@@ -111,6 +118,7 @@ class Pair:
     drafter_owner: str = "core"
     costs: Any = None
     device: Device = field(default_factory=Device, repr=False, compare=False)
+    greedy: GreedyChoice = field(default_factory=_greedy, repr=False, compare=False)
     _blank: DraftState | None = field(default=None, init=False, repr=False, compare=False)  # see membership
     _said: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # faults that were logged
 
@@ -196,8 +204,13 @@ def _load(
     loaded = load_target(target_ref)
     _cast(loaded, dtype)
     _check_quantised(plan.kv_bits, plan.kv_group_size, loaded)
-    plan.kernels = use_kernels(loaded.model)
-    pair = Pair(loaded, None, None, plan, target_ref, device=device)
+    import mlx.nn as nn
+
+    from .greedy import GreedyChoice
+
+    greedy = nn.Sequential(GreedyChoice())  # a module that another one holds can be replaced
+    plan.kernels = use_kernels(loaded.model, greedy)
+    pair = Pair(loaded, None, None, plan, target_ref, device=device, greedy=greedy.layers[0])
     _attach_text(pair)
     if choice is not None:
         pair.drafter = load_drafter(choice, loaded)

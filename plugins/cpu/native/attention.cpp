@@ -4,18 +4,13 @@
 #include <memory>
 
 #include "arrays.h"
-#include "kernels.h"
+#include "attending.h"
 #include "linear.h"
 #include "mlx/ops.h"
-#include "pool.h"
 #include "primitive.h"
 
 namespace spec {
 namespace {
-
-constexpr int64_t SERIAL_WORK = 100'000;  // multiply-adds below which waking a thread costs more than it saves
-
-thread_local Buffer scratch_buffer;
 
 struct Options {
   Codes codes;
@@ -71,7 +66,6 @@ class Store {
 };
 
 void compute(const Options& options, const std::vector<mx::array>& given, mx::array& y) {
-  const Kernels& kernel = kernels();
   const bool packed = options.codes.bits != 0;
   const int each = packed ? 3 : 1;
   const mx::array &q = given[0], &k = given[1];
@@ -89,9 +83,11 @@ void compute(const Options& options, const std::vector<mx::array>& given, mx::ar
 
   // The rows of a task share a key head: query heads of its group and positions, positions slowest.
   const int64_t rows = group * L, blocks = (rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS, kv_heads = k.shape(1);
-  auto task = [&](int64_t i) {
+  std::vector<Attention> tasks(size_t(q.shape(0) * kv_heads * blocks), base);
+  for (size_t n = 0; n < tasks.size(); n++) {
+    const int64_t i = int64_t(n);
     const int64_t block = i % blocks, kv_head = i / blocks % kv_heads, b = i / blocks / kv_heads;
-    Attention a = base;
+    Attention& a = tasks[n];
     a.keys = keys.at(b, kv_head), a.values = values.at(b, kv_head);
     a.rows = int(std::min<int64_t>(ATTENTION_ROWS, rows - block * ATTENTION_ROWS));
     for (int r = 0; r < a.rows; r++) {
@@ -104,15 +100,8 @@ void compute(const Options& options, const std::vector<mx::array>& given, mx::ar
         a.mask[r] = mask->data<char>() + (step(0, b) + step(1, h) + step(2, l)) * int64_t(mask->itemsize());
       }
     }
-    a.scratch = scratch_buffer.floats(size_t(kernel.attention_floats(a)));
-    kernel.attend(a);
-  };
-  const int64_t tasks = q.shape(0) * kv_heads * blocks;
-  if (int64_t(q.shape(0)) * H * L * T * (base.D + Dv) < SERIAL_WORK) {
-    for (int64_t i = 0; i < tasks; i++) task(i);
-  } else {
-    parallel_for(tasks, task);
   }
+  attend_all(tasks, int64_t(q.shape(0)) * H * L * T * (base.D + Dv));
 }
 
 class RowAttention : public CpuPrimitive {

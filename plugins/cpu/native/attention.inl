@@ -5,6 +5,8 @@
 // values gathered, key after key from the first to the last, and a key of weight zero is left out.
 
 // How a kind of storage is read: a row is one key or value, `at` its W elements from d on, in the order of `place`.
+constexpr int64_t AHEAD = 4096;  // bytes of rows that are fetched before they are read
+
 template <Type type>
 struct PlainRow {
   static constexpr bool swapped = false;
@@ -47,16 +49,60 @@ struct PackedRow {
 // Which element lane d of a row holds.
 static inline int64_t place(bool swapped, int64_t d) { return swapped ? (d & ~15) + ((d & 15) >> 1) + (d & 1) * 8 : d; }
 
+// Where a task keeps its queries, its scores, which become weights, and the sums of those.
+struct Room {
+  int64_t width, pitch;
+  float *q, *scores, *totals;
+  explicit Room(const Attention& a)
+      : width(round_up(a.D)), pitch(round_up(a.count)), q(a.scratch), scores(q + a.rows * width), totals(scores + a.rows * pitch) {}
+};
+
 static int64_t attention_floats(const Attention& a) {
-  return a.rows * (round_up(a.D) + round_up(a.count));
+  return a.rows * (round_up(a.D) + round_up(a.count) + 1);
 }
 
-// scores[r][t] for every key some row may see.
+// Keys that some row may see.
+static int64_t seen_keys(const Attention& a) {
+  int64_t limit = 0;
+  for (int r = 0; r < a.rows; r++) limit = a.visible[r] > limit ? a.visible[r] : limit;
+  return limit;
+}
+
+// Fetches rows of `bytes` bytes while row t is read.
+struct Ahead {
+  const char* data;
+  int64_t stride, bytes, rows;
+  Ahead(const Attention& a, const Stored& s, int64_t D)
+      : data(static_cast<const char*>(s.data)), stride(s.stride), bytes(D * (a.bits ? a.bits : a.type == Type::f32 ? 32 : 16) / 8), rows(AHEAD / (bytes ? bytes : 1) + 1) {}
+  inline void fetch(int64_t t) const {
+    const char* row = data + (t + rows) * stride;
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 3);
+  }
+};
+
+// The queries as floats, scaled, in the order keys are read in.
+template <class Row>
+static void take_queries(const Attention& a) {
+  const Room room(a);
+  for (int r = 0; r < a.rows; r++) {
+    for (int64_t d = 0; !Row::swapped && d < room.width; d += W) {
+      store(room.q + r * room.width + d, times(load_any(a.q[r], a.q_type, d * a.q_stride, a.q_stride, a.D - d), ones(a.scale)));
+    }
+    for (int64_t d = 0; Row::swapped && d < room.width; d++) {
+      room.q[r * room.width + d] = d < a.D ? element(a.q[r], a.q_type, place(Row::swapped, d) * a.q_stride) * a.scale : 0.0f;
+    }
+  }
+}
+
+// Scores of the keys from `first`, a multiple of 4, to `last`.
 template <class Row, int R>
-static void score(const Attention& a, const float* q, int64_t width, float* scores, int64_t pitch, int64_t limit) {
-  for (int64_t t = 0; t < limit; t += 4) {
-    auto key = [&](int64_t j) { return Row(a, a.keys, t + j < limit ? t + j : limit - 1); };
+static void score_rows(const Attention& a, int64_t first, int64_t last) {
+  const Room room(a);
+  const Ahead ahead(a, a.keys, a.D);
+  for (int64_t t = first; t < last; t += 4) {
+    auto key = [&](int64_t j) { return Row(a, a.keys, t + j < last ? t + j : last - 1); };
     Row keys[4] = {key(0), key(1), key(2), key(3)};
+    for (int j = 0; j < 4; j++) ahead.fetch(t + j);
     vec acc[R][4];
     for (auto& row : acc)
       for (auto& v : row) v = zero();
@@ -65,7 +111,7 @@ static void score(const Attention& a, const float* q, int64_t width, float* scor
       for (int j = 0; j < 4; j++) k[j] = keys[j].at(d, a.D - d);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        const vec v = load(q + r * width + d);
+        const vec v = load(room.q + r * room.width + d);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) acc[r][j] = fma(v, k[j], acc[r][j]);
       }
@@ -73,20 +119,27 @@ static void score(const Attention& a, const float* q, int64_t width, float* scor
     for (int r = 0; r < R; r++) {
       float out[4];
       sum4(acc[r], out);
-      for (int64_t j = 0; j < 4 && t + j < limit; j++) scores[r * pitch + t + j] = out[j];
+      for (int64_t j = 0; j < 4 && t + j < last; j++) room.scores[r * room.pitch + t + j] = out[j];
     }
   }
 }
 
-// Scores to weights in place; the sum of the weights is returned. Hidden keys get zero.
-static float weigh(const Attention& a, int r, float* s, int64_t pitch) {
+// Scores to weights that are not yet divided by their sum; hidden keys get zero.
+static void weigh_row(const Attention& a, int r, float* s, int64_t pitch) {
   const int64_t visible = a.visible[r];
   const float hidden = -bits_to_float(0x7f800000);
   const uint8_t* flags = a.mask_kind == Mask::flags ? static_cast<const uint8_t*>(a.mask[r]) : nullptr;
   const Type type = a.mask_kind == Mask::f16 ? Type::f16 : a.mask_kind == Mask::bf16 ? Type::bf16 : Type::f32;
   float largest = hidden;
-  int64_t seen = 0;
-  for (int64_t t = 0; t < visible; t++) {
+  int64_t seen = 0, t = 0;
+  if (a.mask_kind == Mask::none) {
+    float lanes[W];
+    vec most = ones(hidden);
+    for (; t + W <= visible; t += W) most = maximum(load(s + t), most);
+    store(lanes, most);
+    for (float one : lanes) largest = one > largest ? one : largest;
+  }
+  for (; t < visible; t++) {
     if (flags && !flags[t * a.mask_stride]) {
       s[t] = hidden;
       continue;
@@ -96,31 +149,45 @@ static float weigh(const Attention& a, int r, float* s, int64_t pitch) {
     seen++;
   }
   if (flags && seen == 0) {  // as mlx has it: a row that may see nothing weighs all keys alike
-    for (int64_t t = 0; t < visible; t++) s[t] = 1;
-    for (int64_t t = visible; t < pitch; t++) s[t] = 0;
-    return float(visible);
+    for (t = 0; t < visible; t++) s[t] = 1;
+    for (; t < pitch; t++) s[t] = 0;
+    return;
   }
-  for (int64_t t = visible; t < pitch; t++) s[t] = hidden;
+  for (t = visible; t < pitch; t++) s[t] = hidden;
   const vec shift = ones(largest);
-  for (int64_t t = 0; t < visible; t += W) store(s + t, exponential(minus(load(s + t), shift)));
-  float total = 0;
-  for (int64_t t = 0; t < visible; t++) {
-    if (flags && !flags[t * a.mask_stride]) s[t] = 0;  // also when the largest score is infinite or NaN
-    total += s[t];
+  for (t = 0; t < visible; t += W) store(s + t, exponential(minus(load(s + t), shift)));
+  for (t = 0; flags && t < visible; t++) {
+    if (!flags[t * a.mask_stride]) s[t] = 0;  // also when the largest score is infinite or NaN
   }
-  for (int64_t t = visible; t < pitch; t++) s[t] = 0;
-  return total;
+  for (t = visible; t < pitch; t++) s[t] = 0;
 }
 
-template <class Row, int R>
-static void gather_values(const Attention& a, const float* weights, int64_t pitch, int64_t limit, const float* totals) {
-  constexpr int C = VALUE_VECTORS;
-  for (int64_t d = 0; d < a.value_D; d += C * W) {
+template <int R>
+static void weigh_rows(const Attention& a) {
+  const Room room(a);
+  for (int r = 0; r < R; r++) weigh_row(a, r, room.scores + r * room.pitch, room.pitch);
+  float totals[R] = {};
+  const int64_t limit = seen_keys(a);
+  for (int64_t t = 0; t < limit; t++) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) totals[r] += room.scores[r * room.pitch + t];
+  }
+  for (int r = 0; r < R; r++) room.totals[r] = totals[r];
+}
+
+// Elements of the results from `first`, a multiple of C vectors, to `last`.
+template <class Row, int R, int C>
+static void gather_rows(const Attention& a, int64_t first, int64_t last) {
+  const Room room(a);
+  const Ahead ahead(a, a.values, a.value_D);
+  const int64_t limit = seen_keys(a);
+  for (int64_t d = first; d < last; d += C * W) {
     vec acc[R][C];
     for (auto& row : acc)
       for (auto& v : row) v = zero();
     for (int64_t t = 0; t < limit; t++) {
       Row value(a, a.values, t);
+      if (d == first) ahead.fetch(t);
       vec v[C];
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) {
@@ -129,18 +196,21 @@ static void gather_values(const Attention& a, const float* weights, int64_t pitc
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        const float weight = weights[r * pitch + t];
+        const float weight = room.scores[r * room.pitch + t];
         if (weight == 0) continue;
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) acc[r][c] = fma(ones(weight), v[c], acc[r][c]);
       }
     }
     for (int r = 0; r < R; r++) {
-      const float scale = 1.0f / totals[r];
+      const float scale = 1.0f / room.totals[r];
       for (int c = 0; c < C; c++) {
+        const vec y = times(acc[r][c], ones(scale));
+        const int64_t left = a.value_D - d - c * W;
+        if (!Row::swapped && left > 0) store_any(a.y[r], a.y_type, d + c * W, 1, left, y);
         float out[W];
-        store(out, times(acc[r][c], ones(scale)));
-        for (int64_t i = 0; i < W && d + c * W + i < a.value_D; i++) {
+        if (Row::swapped) store(out, y);
+        for (int64_t i = 0; Row::swapped && i < W && d + c * W + i < a.value_D; i++) {
           put(a.y[r], a.y_type, place(Row::swapped, d + c * W + i), out[i]);
         }
       }
@@ -148,39 +218,47 @@ static void gather_values(const Attention& a, const float* weights, int64_t pitc
   }
 }
 
-template <class Row, int R>
-static void attend_rows(const Attention& a) {
-  const int64_t width = round_up(a.D), pitch = round_up(a.count);
-  float *q = a.scratch, *scores = a.scratch + R * width;
-  int64_t limit = 0;
-  for (int r = 0; r < R; r++) {
-    for (int64_t d = 0; d < width; d++) {
-      q[r * width + d] = d < a.D ? element(a.q[r], a.q_type, place(Row::swapped, d) * a.q_stride) * a.scale : 0.0f;
-    }
-    limit = a.visible[r] > limit ? a.visible[r] : limit;
-  }
-  score<Row, R>(a, q, width, scores, pitch, limit);
-  float totals[R];
-  for (int r = 0; r < R; r++) totals[r] = weigh(a, r, scores + r * pitch, pitch);
-  gather_values<Row, R>(a, scores, pitch, limit, totals);
-}
-
-template <class Row>
-static void attend_kind(const Attention& a) {
+// f.template operator()<Row, R>() for how keys and values are stored, and the number of rows.
+template <class Row, class F>
+static void with_count(const Attention& a, F&& f) {
   switch (a.rows) {
-    case 1: return attend_rows<Row, 1>(a);
-    case 2: return attend_rows<Row, 2>(a);
-    case 3: return attend_rows<Row, 3>(a);
-    default: return attend_rows<Row, 4>(a);
+    case 1: return f.template operator()<Row, 1>();
+    case 2: return f.template operator()<Row, 2>();
+    case 3: return f.template operator()<Row, 3>();
+    default: return f.template operator()<Row, 4>();
   }
 }
 
-static void attend(const Attention& a) {
-  if (a.bits == 4) return attend_kind<PackedRow<4>>(a);
-  if (a.bits == 8) return attend_kind<PackedRow<8>>(a);
+template <class F>
+static void with_rows(const Attention& a, F&& f) {
+  if (a.bits == 4) return with_count<PackedRow<4>>(a, f);
+  if (a.bits == 8) return with_count<PackedRow<8>>(a, f);
   switch (a.type) {
-    case Type::bf16: return attend_kind<PlainRow<Type::bf16>>(a);
-    case Type::f16: return attend_kind<PlainRow<Type::f16>>(a);
-    default: return attend_kind<PlainRow<Type::f32>>(a);
+    case Type::bf16: return with_count<PlainRow<Type::bf16>>(a, f);
+    case Type::f16: return with_count<PlainRow<Type::f16>>(a, f);
+    default: return with_count<PlainRow<Type::f32>>(a, f);
   }
+}
+
+static void begin(const Attention& a) {
+  with_rows(a, [&]<class Row, int R>() { take_queries<Row>(a); });
+}
+
+static void score(const Attention& a, int64_t first, int64_t last) {
+  const int64_t limit = seen_keys(a);
+  with_rows(a, [&]<class Row, int R>() { score_rows<Row, R>(a, first, last < limit ? last : limit); });
+}
+
+static void weigh(const Attention& a) {
+  with_rows(a, [&]<class Row, int R>() { weigh_rows<R>(a); });
+}
+
+// Elements that two threads may gather apart.
+static int64_t gathered_apart(const Attention& a) { return (a.bits ? VALUE_VECTORS : VALUE_VECTORS / 2) * W; }
+
+static void gather(const Attention& a, int64_t first, int64_t last) {
+  with_rows(a, [&]<class Row, int R>() {
+    if (last - first > gathered_apart(a) || a.bits) return gather_rows<Row, R, VALUE_VECTORS>(a, first, last);
+    gather_rows<Row, R, VALUE_VECTORS / 2>(a, first, last);
+  });
 }

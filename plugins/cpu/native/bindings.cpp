@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "delta.h"
 #include "embedding.h"
+#include "greedy.h"
 #include "linear.h"
 #include "mlx/version.h"
 #include "pool.h"
@@ -62,7 +63,7 @@ double multiply_add_rate() {
 
 NB_MODULE(_native, m) {
   nb::module_::import_("mlx.core");  // registers the array type
-  m.attr("interface") = 7;  // INTERFACE of native.py: raised with every change of names or arguments below
+  m.attr("interface") = 8;  // INTERFACE of native.py: raised with every change of names or arguments below
   m.attr("built_for") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                         std::to_string(MLX_VERSION_PATCH);
   m.def(
@@ -120,6 +121,13 @@ NB_MODULE(_native, m) {
       },
       "indices"_a, "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "mode"_a = "dense", "group_size"_a = 0,
       "bits"_a = 0);
+  m.def(
+      "greedy",
+      [](const mlx::core::array& logits, int limit) {
+        auto made = spec::greedy(logits, limit, {});
+        return std::make_tuple(made[0], made[1]);
+      },
+      "logits"_a, "limit"_a);
   m.def(
       "gated_delta",
       [](const mlx::core::array& q, const mlx::core::array& k, const mlx::core::array& v, const mlx::core::array& decay,

@@ -148,7 +148,13 @@ struct Kernels {
   void (*rms)(const void* x, Type type, int64_t stride, const void* weight, Type weight_type, int64_t D, float eps,
               void* y, Type y_type);
   int64_t (*attention_floats)(const Attention&);
-  void (*attend)(const Attention&);
+  // Attention in four parts: queries, scores of some keys (from a multiple of 4 on), weights, and some elements of the
+  // results (from a multiple of `gathered_apart` on). Scores and results may be had in pieces, by any thread.
+  void (*begin)(const Attention&);
+  void (*score)(const Attention&, int64_t first, int64_t last);
+  void (*weigh)(const Attention&);
+  int64_t (*gathered_apart)(const Attention&);
+  void (*gather)(const Attention&, int64_t first, int64_t last);
   // Cosines and sines of angles, as mlx computes them, rounded as `type` stores them.
   void (*waves)(const float* angles, int64_t count, Type type, float* cosines, float* sines);
   void (*rotate)(const Rotation&);
@@ -156,6 +162,11 @@ struct Kernels {
   void (*convolve)(const Convolution&);
   int64_t (*delta_floats)(const Delta&);
   void (*delta)(const Delta&);
+  // Of n values: the largest, the sum of exp(x - shift), the first whose difference from shift is stored as best's.
+  float (*largest)(const void*, Type, int64_t n);
+  float (*exp_sum)(const void*, Type, int64_t n, float shift);
+  int64_t (*first_best)(const void*, Type, int64_t n, float shift, float best);
+  float (*round_to)(float value, Type);
   // n elements of one type.
   void (*rowwise)(Rowwise op, const void* a, const void* b, Type type, int64_t n, void* y);
   // What the machine can do, for benchmarks: the sum of n floats, and n rounds of independent multiply-adds.

@@ -5,6 +5,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <math.h>
+#include <type_traits>
 #include <string.h>
 
 namespace spec {

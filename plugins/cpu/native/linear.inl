@@ -20,6 +20,13 @@ static inline const T* held(const T* p) {
   return p;
 }
 
+static inline int64_t held(int64_t n) {
+#if defined(__GNUC__)
+  asm("" : "+r"(n));
+#endif
+  return n;
+}
+
 template <Type type>
 struct Dense {
   static constexpr int64_t bytes = type == Type::f32 ? 4 : 2;
@@ -36,6 +43,14 @@ struct Dense {
   }
 };
 
+// Floats of every byte that stores one.
+struct ByteFloats {
+  float of[2][256];  // e8m0, e4m3
+  ByteFloats() {
+    for (int i = 0; i < 256; i++) of[0][i] = e8m0_to_float(uint8_t(i)), of[1][i] = e4m3_to_float(uint8_t(i));
+  }
+};
+
 // Stored elements as floats.
 static void widen(const void* data, Type type, int64_t first, int64_t count, float* out) {
   int64_t i = 0;
@@ -49,6 +64,11 @@ static void widen(const void* data, Type type, int64_t first, int64_t count, flo
   } else if (type == Type::f16) {
     const uint16_t* p = static_cast<const uint16_t*>(data) + first;
     for (; i + W <= count; i += W) store(out + i, load_f16(p + i));
+  } else {
+    static const ByteFloats floats;
+    const float* of = floats.of[type == Type::e4m3];
+    const uint8_t* p = static_cast<const uint8_t*>(data) + first;
+    for (; i < count; i++) out[i] = of[p[i]];
   }
   for (; i < count; i++) out[i] = element(data, type, first + i);
 }
@@ -129,13 +149,47 @@ static inline int64_t ahead(int64_t row_bytes, int64_t j, int64_t from, int64_t 
   return BLOCK * (row_bytes + from) + j * (to - from);
 }
 
+// Fetches what lies at `data` for columns j to j + count of a block that has `bytes` of it.
+static inline void fetch(const void* data, int64_t bytes, int64_t j, int64_t count) {
+  const char* p = static_cast<const char*>(data) + bytes * j / BLOCK;
+  for (const char* end = p + bytes * count / BLOCK; p < end; p += 64) __builtin_prefetch(p, 0, 2);
+}
+
+static int64_t size_of(Type type) { return type == Type::f32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1; }
+
+// Scales and biases of the groups of the block of columns from n on, and what is fetched for the block after it.
+struct Scales {
+  const float *scales, *biases;  // (BLOCK, K / group) floats; no biases: they are ignored
+  const char *next_scales, *next_biases;
+  int64_t bytes;  // of the next ones
+
+  Scales(const Product& p, int64_t n, int64_t columns, float* scratch) {
+    const int64_t groups = p.K / p.w.group, count = columns * groups, item = size_of(p.w.scale_type);
+    bytes = BLOCK * groups * item;
+    next_scales = static_cast<const char*>(p.w.scales) + n * groups * item + bytes;
+    next_biases = p.w.biases ? static_cast<const char*>(p.w.biases) + n * groups * item + bytes : nullptr;
+    if (p.w.scale_type == Type::f32) {
+      scales = static_cast<const float*>(p.w.scales) + n * groups;
+      biases = p.w.biases ? static_cast<const float*>(p.w.biases) + n * groups : scales;
+      return;
+    }
+    widen(p.w.scales, p.w.scale_type, n * groups, count, scratch);
+    if (p.w.biases) widen(p.w.biases, p.w.scale_type, n * groups, count, scratch + count);
+    scales = scratch, biases = p.w.biases ? scratch + count : scratch;
+  }
+  inline void fetch_next(int64_t j, int64_t count) const {
+    fetch(next_scales, bytes, j, count);
+    if (next_biases) fetch(next_biases, bytes, j, count);
+  }
+};
+
 // A block of packed columns. Past the last column the last one is computed again and never stored.
 template <class D, int bits, int group_size>
 struct PackedBlock {
   static constexpr int64_t near = NEAR;
   const Product& p;
   const uint8_t* codes;  // of the first column
-  const float* scales;   // (BLOCK, K / group, 2): scale and bias
+  const Scales& groups;
 
   template <int MR>
   inline void start(vec (&acc)[MR][BLOCK], const float* const*, int64_t) const {
@@ -147,24 +201,26 @@ struct PackedBlock {
   template <int MR, int NR>
   inline void follow(vec (&acc)[MR][BLOCK], const float* const* x, int64_t j, int64_t columns, int64_t from, int64_t to) const {
     const int size = group_size ? group_size : p.w.group;
-    const int64_t groups = p.K / size, group_bytes = int64_t(size) * bits / 8;
+    const int64_t per_column = p.K / size, group_bytes = int64_t(size) * bits / 8;
+    if (from == 0) groups.fetch_next(j, NR);
     Chains<MR, NR> chains;
     chains.take(acc, j);
     const uint8_t* at[NR];
-    const float* scale[NR];
+    int64_t place[NR];
 #pragma GCC unroll 8
     for (int c = 0; c < NR; c++) {
       const int64_t column = j + c < columns ? j + c : columns - 1;
       at[c] = codes + column * p.w.row_bytes + from * bits / 8;
-      scale[c] = scales + 2 * (column * groups + from / size);
+      place[c] = column * per_column + from / size;
     }
+    const float *scales = groups.scales, *biases = groups.biases;
     const uint8_t* next = codes + ahead(p.w.row_bytes, j, from * bits / 8, to * bits / 8);
     for (int64_t first = from; first < to; first += size, next += NR * group_bytes) {
       typename D::Group group[NR];
       for (int64_t byte = 0; byte < NR * group_bytes; byte += 64) __builtin_prefetch(next + byte, 0, 2);
 #pragma GCC unroll 8
       for (int c = 0; c < NR; c++) {
-        group[c] = D::group(at[c], scale[c][0], scale[c][1], size);
+        group[c] = D::group(at[c], scales[place[c]], biases[place[c]], size);
       }
       auto one = [&](int k) {
         step<MR, NR>(chains.now, x, first + k, [&](int c) { return D::decode(at[c] + k * bits / 8, group[c], k); });
@@ -176,7 +232,7 @@ struct PackedBlock {
         for (int k = 0; k < size; k += W) one(k);
       }
 #pragma GCC unroll 8
-      for (int c = 0; c < NR; c++) at[c] = held(at[c] + group_bytes), scale[c] = held(scale[c] + 2);
+      for (int c = 0; c < NR; c++) at[c] = held(at[c] + group_bytes), place[c] = held(place[c] + 1);
     }
     chains.put_back(acc, j);
   }
@@ -231,18 +287,6 @@ static inline void follow_block(const Product& p, const Source& source, int64_t 
   finish<MR>(p, acc, m, n, columns);
 }
 
-// Scale and bias of every group of `columns` columns from n on, as pairs of floats.
-static void group_floats(const Product& p, int64_t n, int64_t columns, float* out) {
-  const int64_t first = n * (p.K / p.w.group), count = columns * (p.K / p.w.group);
-  float scales[8 * W], biases[8 * W] = {};
-  for (int64_t i = 0; i < count; i += 8 * W) {
-    const int64_t some = count - i < 8 * W ? count - i : 8 * W;
-    widen(p.w.scales, p.w.scale_type, first + i, some, scales);
-    if (p.w.biases) widen(p.w.biases, p.w.scale_type, first + i, some, biases);
-    for (int64_t g = 0; g < some; g++) out[2 * (i + g)] = scales[g], out[2 * (i + g) + 1] = biases[g];
-  }
-}
-
 // group_size is 0 where the code does not know it.
 template <class D, int bits, int group_size = 0>
 struct Packed {
@@ -250,9 +294,9 @@ struct Packed {
   static void fused(const Product& p, int64_t first, int64_t last) {
     for (int64_t n = first; n < last; n += BLOCK) {
       const int64_t columns = last - n < BLOCK ? last - n : BLOCK;
-      group_floats(p, n, columns, p.scratch);
+      const Scales groups(p, n, columns, p.scratch);
       const uint8_t* codes = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
-      follow_block<MR, tile_columns(MR)>(p, PackedBlock<D, bits, group_size>{p, codes, p.scratch}, p.K, 0, n, columns);
+      follow_block<MR, tile_columns(MR)>(p, PackedBlock<D, bits, group_size>{p, codes, groups}, p.K, 0, n, columns);
     }
   }
 
@@ -401,9 +445,5 @@ static void prepare(const Weights& w, const void* x, Type type, int64_t stride, 
   }
   for (int64_t k = K; k < padded; k++) out[k] = 0;
   if (!swapped(w)) return;
-  for (int64_t k = 0; k < K; k += 16) {  // lane 2i holds element i, lane 2i + 1 element 8 + i
-    float block[16];
-    memcpy(block, out + k, sizeof block);
-    for (int i = 0; i < 8; i++) out[k + 2 * i] = block[i], out[k + 2 * i + 1] = block[8 + i];
-  }
+  for (int64_t k = 0; k < K; k += W) store(out + k, swap_lanes(load(out + k)));
 }

@@ -81,65 +81,123 @@ static int64_t sums_of(int64_t K) { return rounded_up(K, LARGEST_UNIT) / 2; }
 template <class D, int group>
 constexpr int groups_of_unit = D::unit > group ? D::unit / group : 1;
 
+// Affine scales and biases, read where they are stored: bfloat16.
+template <int together>
+struct StoredScales {
+  const uint16_t *scales, *biases;  // (BLOCK, K / group)
+  int64_t groups;
+
+  // Scales of the groups of a unit, `count` of them, in the lanes that read their codes.
+  static inline vec lanes(const uint16_t* scale, int64_t count) {
+    if constexpr (together == 1) {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_set1_epi16(short(*scale)), 16));
+    } else {
+      uint64_t few = 0;
+      if (count < together) {
+        for (int64_t g = 0; g < count; g++) few |= uint64_t(scale[g]) << (16 * g);
+      } else {
+        memcpy(&few, scale, 2 * together);
+      }
+      constexpr int log = together == 2 ? 3 : 2;  // of the lanes that share a scale
+      const __m512i which = _mm512_slli_epi32(_mm512_srli_epi32(lane_numbers(), log), 16);
+      return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, which, _mm512_set1_epi64((long long)few)));
+    }
+  }
+  const uint16_t* at(int64_t column, int64_t group) const { return scales + column * groups + group; }
+
+  // What the chains of NR columns begin with: (bias + scale * centre) * sum(x), lane l taking groups l, l + W, ...
+  template <int MR, int NR>
+  inline void start(vec (&now)[MR][NR], const float* const* sums, const int64_t (&column)[NR], float centre) const {
+    for (int64_t g = 0; g < groups; g += W) {
+      const __mmask16 some = groups - g < W ? __mmask16((1 << (groups - g)) - 1) : __mmask16(0xffff);
+#pragma GCC unroll 8
+      for (int c = 0; c < NR; c++) {
+        const int64_t first = column[c] * groups + g;
+        const vec b = fma(widened(some, scales + first), ones(centre), widened(some, biases + first));
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) now[i][c] = fma(load(sums[i] + g), b, now[i][c]);
+      }
+    }
+  }
+  static inline vec widened(__mmask16 some, const uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16));
+  }
+};
+
+// Scales alone, as floats: (BLOCK, K / group), a column in whole units.
+template <int together>
+struct FloatScales {
+  const float* scales;
+  int64_t stride;
+
+  static inline vec lanes(const float* scale, int64_t) {
+    constexpr int log = together == 1 ? 4 : together == 2 ? 3 : together == 4 ? 2 : 1;
+    const __m512i which = _mm512_srli_epi32(lane_numbers(), log);
+    if constexpr (together == 1) return ones(*scale);
+    if constexpr (together == 2) {
+      return _mm512_permutexvar_ps(which, _mm512_castpd_ps(_mm512_castpd128_pd512(_mm_load_sd(reinterpret_cast<const double*>(scale)))));
+    }
+    if constexpr (together == 4) return _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_loadu_ps(scale)));
+    return _mm512_permutexvar_ps(which, _mm512_castps256_ps512(_mm256_loadu_ps(scale)));
+  }
+  const float* at(int64_t column, int64_t group) const { return scales + column * stride + group; }
+  template <int MR, int NR>
+  inline void start(vec (&)[MR][NR], const float* const*, const int64_t (&)[NR], float) const {}
+};
+
+template <class D, int group>
+using ScalesOf = std::conditional_t<D::centre == 0, FloatScales<groups_of_unit<D, group>>, StoredScales<groups_of_unit<D, group>>>;
+
 template <class D, int group>
 struct PairBlock {
   static constexpr int64_t near = 2 * NEAR;
   static constexpr int together = groups_of_unit<D, group>;
+  using S = ScalesOf<D, group>;
   const Product& p;
   const D& code;
-  const uint8_t* codes;          // of the first column
-  const float *scales, *biases;  // (BLOCK, K / group), a column in whole units, in whole vectors
+  const uint8_t* codes;  // of the first column
+  S scales;
+  const char *next_scales, *next_biases;  // as stored, of the block after this one
 
   template <int MR>
-  inline void start(vec (&acc)[MR][BLOCK], const float* const* x, int64_t columns) const {
-    const int64_t groups = rounded_up(p.K / group, W), sums = sums_of(p.K);
+  inline void start(vec (&acc)[MR][BLOCK], const float* const*, int64_t) const {
     for (auto& row : acc)
       for (auto& a : row) a = zero();
-    if (D::centre == 0) return;  // no biases either
-    for (int64_t j = 0; j < columns; j++) {
-      for (int64_t g = 0; g < groups; g += W) {
-        vec b = load(biases + j * groups + g);
-#pragma GCC unroll 8
-        for (int i = 0; i < MR; i++) acc[i][j] = fma(load(x[i] + sums + g), b, acc[i][j]);
-      }
-    }
-  }
-
-  static inline vec lanes_of_scales(const float* scale) {
-    if constexpr (together == 1) return ones(*scale);
-    constexpr int log = together == 2 ? 3 : together == 4 ? 2 : 1;  // of the lanes that share a scale
-    const __m512i which = _mm512_srli_epi32(lane_numbers(), log);
-    if constexpr (together == 2) {
-      return _mm512_permutexvar_ps(which, _mm512_castpd_ps(_mm512_castpd128_pd512(_mm_load_sd(reinterpret_cast<const double*>(scale)))));
-    } else if constexpr (together == 4) {
-      return _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_loadu_ps(scale)));
-    } else {
-      return _mm512_permutexvar_ps(which, _mm512_castps256_ps512(_mm256_loadu_ps(scale)));
-    }
   }
 
   template <int MR, int NR>
   inline void follow(vec (&acc)[MR][BLOCK], const float* const* x, int64_t j, int64_t columns, int64_t from, int64_t to) const {
     constexpr int V = D::vectors;
-    const int64_t stride = rounded_up(p.K / group, together), whole = from + (to - from) / D::unit * D::unit;
+    if (from == 0) {
+      const int64_t bytes = BLOCK * (p.K / group) * size_of(p.w.scale_type);
+      fetch(next_scales, bytes, j, NR);
+      if (next_biases) fetch(next_biases, bytes, j, NR);
+    }
+    const int64_t whole = from + (to - from) / D::unit * D::unit;
     Chains<MR, NR> chains;
     chains.take(acc, j);
     const uint8_t* at[NR];
-    const float* scale[NR];
+    decltype(scales.at(0, 0)) scale[NR];
+    int64_t column[NR];
 #pragma GCC unroll 8
     for (int c = 0; c < NR; c++) {
-      const int64_t column = j + c < columns ? j + c : columns - 1;
-      at[c] = codes + column * p.w.row_bytes + from * D::bits / 8;
-      scale[c] = scales + column * stride + from / group;
+      column[c] = j + c < columns ? j + c : columns - 1;
+      at[c] = codes + column[c] * p.w.row_bytes + from * D::bits / 8;
+      scale[c] = scales.at(column[c], from / group);
+    }
+    if (from == 0 && D::centre != 0) {
+      const float* sums[MR];
+      for (int i = 0; i < MR; i++) sums[i] = x[i] + sums_of(p.K);
+      scales.start(chains.now, sums, column, D::centre);
     }
     const uint8_t* next = codes + ahead(p.w.row_bytes, j, from * D::bits / 8, to * D::bits / 8);
-    auto one = [&](int64_t first, const __m512i (&stored)[NR]) {
+    auto one = [&](int64_t first, const __m512i (&stored)[NR], int64_t some) {
       pair_vec w[NR][V];
       vec s[NR];
       const D& now = D::tables > 1 ? *held(&code) : code;  // many tables stay in memory: chains need the registers
 #pragma GCC unroll 8
       for (int c = 0; c < NR; c++) {
-        s[c] = lanes_of_scales(scale[c]);
+        s[c] = S::lanes(scale[c], some);
 #pragma GCC unroll 8
         for (int t = 0; t < V; t++) w[c][t] = now.decode(stored[c], t);
       }
@@ -166,7 +224,7 @@ struct PairBlock {
         __builtin_prefetch(next + c * UNIT_BYTES, 0, 2);
         stored[c] = _mm512_loadu_si512(at[c]);
       }
-      one(first, stored);
+      one(first, stored, together);
 #pragma GCC unroll 8
       for (int c = 0; c < NR; c++) {
         at[c] = held(at[c] + UNIT_BYTES);
@@ -177,42 +235,11 @@ struct PairBlock {
     if (first < to) {  // less than a unit: x is zero behind the row's end
       const __mmask64 bytes = (uint64_t(1) << ((to - first) * D::bits / 8)) - 1;
       __m512i stored[NR];
+      for (int64_t byte = 0; byte < NR * (to - first) * D::bits / 8; byte += 64) __builtin_prefetch(next + byte, 0, 2);
       for (int c = 0; c < NR; c++) stored[c] = _mm512_maskz_loadu_epi8(bytes, at[c]);
-      one(first, stored);
+      one(first, stored, (to - first) / group);
     }
     chains.put_back(acc, j);
-  }
-};
-
-// A vector of which only the first `count` lanes are kept.
-static inline vec first_lanes(vec v, int64_t count) {
-  return count < W ? _mm512_maskz_mov_ps(__mmask16((1 << count) - 1), v) : v;
-}
-
-// Floats of a thread for `pair_product`: biases, scales, and both as they are stored; a vector more after each.
-template <class D, int group>
-struct PairScratch {
-  const int64_t groups, bias_stride, scale_stride;
-  float *biases, *scales, *plain_scales, *plain_biases;
-  PairScratch(const Product& p, float* data)
-      : groups(p.K / group), bias_stride(rounded_up(groups, W)), scale_stride(rounded_up(groups, groups_of_unit<D, group>)) {
-    biases = data, scales = biases + BLOCK * bias_stride + W;
-    plain_scales = scales + BLOCK * scale_stride + W, plain_biases = plain_scales + BLOCK * groups + W;
-  }
-  int64_t size() const { return BLOCK * (bias_stride + scale_stride + 2 * groups) + 4 * W; }
-
-  void read(const Product& p, int64_t n, int64_t count) const {
-    widen(p.w.scales, p.w.scale_type, n * groups, count * groups, plain_scales);
-    if (p.w.biases) widen(p.w.biases, p.w.scale_type, n * groups, count * groups, plain_biases);
-    for (int64_t j = 0; j < count; j++) {
-      for (int64_t g = 0; g < groups; g += W) {
-        const vec s = load(plain_scales + j * groups + g);
-        store(scales + j * scale_stride + g, first_lanes(s, groups - g));
-        if (!p.w.biases) continue;
-        const vec b = fma(s, ones(D::centre), load(plain_biases + j * groups + g));
-        store(biases + j * bias_stride + g, first_lanes(b, groups - g));
-      }
-    }
   }
 };
 
@@ -221,15 +248,36 @@ static void pair_rows(const Product& p, const Block& block, int64_t m, int64_t n
   follow_block<MR, (MR <= 2 ? 4 : 2)>(p, block, p.K, m, n, columns);
 }
 
+// Floats of a thread for the scales of a block.
+template <class D, int group>
+static int64_t scale_floats(const Product& p) {
+  return D::centre == 0 ? BLOCK * rounded_up(p.K / group, groups_of_unit<D, group>) + W : 0;
+}
+
+template <class D, int group>
+static ScalesOf<D, group> scales_of(const Product& p, int64_t n, int64_t count) {
+  const int64_t groups = p.K / group;
+  if constexpr (D::centre != 0) {
+    return {static_cast<const uint16_t*>(p.w.scales) + n * groups, static_cast<const uint16_t*>(p.w.biases) + n * groups, groups};
+  } else {
+    const int64_t stride = rounded_up(groups, groups_of_unit<D, group>);
+    for (int64_t j = 0; j < count; j++) {
+      widen(p.w.scales, p.w.scale_type, (n + j) * groups, groups, p.scratch + j * stride);
+      for (int64_t g = groups; g < stride; g++) p.scratch[j * stride + g] = 0;
+    }
+    return {p.scratch, stride};
+  }
+}
+
 template <class D, int group>
 static void pair_product(const Product& p, int64_t first, int64_t last) {
-  const PairScratch<D, group> scratch(p, p.scratch);
   const D code;
   for (int64_t n = first; n < last; n += BLOCK) {
     const int64_t count = last - n < BLOCK ? last - n : BLOCK;
-    scratch.read(p, n, count);
     const uint8_t* codes = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
-    const PairBlock<D, group> block{p, code, codes, scratch.scales, scratch.biases};
+    const int64_t after = (n + BLOCK) * (p.K / group) * size_of(p.w.scale_type);
+    const PairBlock<D, group> block{p, code, codes, scales_of<D, group>(p, n, count), static_cast<const char*>(p.w.scales) + after,
+                                    p.w.biases ? static_cast<const char*>(p.w.biases) + after : nullptr};
     int64_t m = 0;
     for (; m + 8 <= p.rows; m += 8) pair_rows<8>(p, block, m, n, count);
     switch (p.rows - m) {
@@ -257,7 +305,8 @@ static auto with_pairs(const Weights& w, F&& f) {
 }
 
 static bool pairs(const Weights& w, Type type) {
-  return type == Type::bf16 && (w.format == Format::fp4 || (w.format == Format::affine && (w.bits == 4 || w.bits == 8)));
+  if (type != Type::bf16) return false;
+  return w.format == Format::fp4 || (w.format == Format::affine && w.scale_type == Type::bf16 && (w.bits == 4 || w.bits == 8));
 }
 
 // Elements of a unit in the order their codes are decoded in.
@@ -315,5 +364,5 @@ static void product_of_pairs(const Product& p, int64_t first, int64_t last) {
 }
 
 static int64_t pair_scratch(const Product& p) {
-  return with_pairs(p.w, [&]<class D, int group>() { return PairScratch<D, group>(p, p.scratch).size(); });
+  return with_pairs(p.w, [&]<class D, int group>() { return scale_floats<D, group>(p); });
 }

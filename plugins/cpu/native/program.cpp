@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "arrays.h"
+#include "attending.h"
 #include "mlx/ops.h"
 #include "pool.h"
 #include "primitive.h"
@@ -12,10 +13,9 @@ namespace {
 
 constexpr int64_t SCRATCH = 4 << 20;      // bytes of registers at a time, which the caches should hold
 constexpr int64_t FEWEST = 64;            // rows at a time all the same: every block decodes the weights anew
-constexpr int64_t SERIAL_WORK = 100'000;  // multiply-adds of an attention, likewise
 constexpr int64_t SERIAL = 40'000;        // elements below which waking a thread costs more than it saves
 
-thread_local Buffer registers_buffer, waves_buffer, attention_buffer;
+thread_local Buffer registers_buffer, waves_buffer;
 
 mx::array held(const mx::array& a) {
   mx::array whole = mx::contiguous(a);
@@ -360,7 +360,8 @@ void Program::block(const Block& b, const Call& call) const {
     }
     // in pieces of whole vectors: how they are cut never changes a result
     const int64_t unit = s.kind == Kind::norm ? s.size : 1024, all = rows * to.width;
-    const int64_t units = (all + unit - 1) / unit, step = std::max<int64_t>(1, SERIAL / 4 / unit);
+    const int64_t enough = s.kind == Kind::combine && (s.op == Rowwise::silu || s.op == Rowwise::gelu) ? SERIAL / 8 : SERIAL;
+    const int64_t units = (all + unit - 1) / unit, step = std::max<int64_t>(1, enough / 4 / unit);
     auto piece = [&](int64_t p) {
       const int64_t first = p * step * unit, last = std::min(all, (p + 1) * step * unit);
       const int64_t item = int64_t(mx::size_of(from.dtype)), y_item = int64_t(mx::size_of(to.dtype));
@@ -374,7 +375,7 @@ void Program::block(const Block& b, const Call& call) const {
         k.rms(data[s.a] + e * item, type, 1, weight, w_type, s.size, s.number, data[s.to] + e * y_item, y_type);
       }
     };
-    if (all < SERIAL) {
+    if (all < enough) {
       for (int64_t p = 0; p * step < units; p++) piece(p);
     } else {
       parallel_for((units + step - 1) / step, piece);
@@ -415,7 +416,6 @@ void Program::turn(const Stage& s, const Block& b, const Call& call, bool fresh)
 
 // Stores the keys and values of a block, then attends: a row sees what was stored up to itself.
 void Program::attend(const Stage& s, const Block& b, const Call& call) const {
-  const Kernels& k = kernels();
   const Register &from = registers_[size_t(s.a)], &key = registers_[size_t(s.b)], &value = registers_[size_t(s.c)], &to = registers_[size_t(s.to)];
   const int64_t D = from.width / s.heads, Dv = value.width / s.key_heads, group = s.heads / s.key_heads;
   const int64_t q_item = int64_t(mx::size_of(from.dtype)), item = int64_t(mx::size_of(key.dtype));
@@ -434,9 +434,10 @@ void Program::attend(const Stage& s, const Block& b, const Call& call) const {
   base.q_type = *stored_type(from.dtype), base.type = *stored_type(key.dtype), base.y_type = *stored_type(to.dtype);
   // the rows of a task share a key head: query heads of its group and positions, positions slowest
   const int64_t rows = group * b.rows, blocks = (rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
-  auto task = [&](int64_t i) {
-    const int64_t place = i % blocks, kv_head = i / blocks;
-    Attention a = base;
+  std::vector<Attention> tasks(size_t(s.key_heads * blocks), base);
+  for (size_t n = 0; n < tasks.size(); n++) {
+    const int64_t place = int64_t(n) % blocks, kv_head = int64_t(n) / blocks;
+    Attention& a = tasks[n];
     a.keys.data = call.keys + (kv_head * call.key_strides[0] + call.low * call.key_strides[1]) * item;
     a.values.data = call.values + (kv_head * call.value_strides[0] + call.low * call.value_strides[1]) * item;
     a.rows = int(std::min<int64_t>(ATTENTION_ROWS, rows - place * ATTENTION_ROWS));
@@ -446,15 +447,8 @@ void Program::attend(const Stage& s, const Block& b, const Call& call) const {
       a.y[r] = b.data[s.to] + (l * to.width + h * Dv) * q_item;
       a.visible[r] = a.count = start + l + 1 - call.low;
     }
-    a.scratch = attention_buffer.floats(size_t(k.attention_floats(a)));
-    k.attend(a);
-  };
-  const int64_t tasks = s.key_heads * blocks;
-  if (b.rows * s.heads * (start + b.rows - call.low) * (D + Dv) < SERIAL_WORK) {
-    for (int64_t i = 0; i < tasks; i++) task(i);
-  } else {
-    parallel_for(tasks, task);
   }
+  attend_all(tasks, b.rows * s.heads * (start + b.rows - call.low) * (D + Dv));
 }
 
 }  // namespace spec

@@ -8,6 +8,7 @@
 #include "activation.inl"
 #include "delta.inl"
 #include "rowwise.inl"
+#include "greedy.inl"
 #include "limits.inl"
 
 static constexpr Kernels table(const char* name) {
@@ -23,13 +24,21 @@ static constexpr Kernels table(const char* name) {
       .direct = direct,
       .rms = rms,
       .attention_floats = attention_floats,
-      .attend = attend,
+      .begin = begin,
+      .score = score,
+      .weigh = weigh,
+      .gathered_apart = gathered_apart,
+      .gather = gather,
       .waves = waves,
       .rotate = rotate,
       .activate = activate,
       .convolve = convolve,
       .delta_floats = delta_floats,
       .delta = delta,
+      .largest = largest,
+      .exp_sum = exp_sum,
+      .first_best = first_best,
+      .round_to = round_to,
       .rowwise = rowwise,
       .read = read,
       .multiply_add = multiply_add,

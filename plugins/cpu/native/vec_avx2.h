@@ -87,6 +87,8 @@ static inline __m256i lane_numbers() { return _mm256_set_epi32(7, 6, 5, 4, 3, 2,
 
 static inline __m256i times(__m256i v, int n) { return _mm256_mullo_epi32(v, _mm256_set1_epi32(n)); }
 
+static inline vec swap_lanes(vec v) { return v; }  // elements lie in lanes as they come
+
 template <int bits>
 struct Affine {
   static constexpr bool swapped = false;

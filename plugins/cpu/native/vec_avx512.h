@@ -112,6 +112,11 @@ static inline __m512i nibbles(const uint8_t* codes) {
   return _mm512_srlv_epi32(both, times(_mm512_srli_epi32(lane_numbers(), 1), 4));
 }
 
+// The same order for sixteen values: lane 2i holds element i, lane 2i + 1 element 8 + i.
+static inline vec swap_lanes(vec v) {
+  return _mm512_permutexvar_ps(_mm512_set_epi32(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0), v);
+}
+
 // Codes of up to four bits select from a table of the sixteen values a group can take.
 template <int bits>
 struct Affine {

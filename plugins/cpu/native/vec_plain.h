@@ -103,6 +103,8 @@ static inline void store_f16(uint16_t* p, vec v) {
 }
 
 // A group is decoded as a whole into floats; `decode` reads them back.
+static inline vec swap_lanes(vec v) { return v; }  // elements lie in lanes as they come
+
 template <int bits>
 struct Affine {
   static constexpr bool swapped = false;

@@ -87,7 +87,7 @@ def test_a_loaded_pair_runs_on_the_kernels(folders: tuple[Path, Path, str], choo
     [
         ("off", "mlx (MLX_SPEC_KERNELS=off)"),
         ("rms-norm", "(rms-norm 7)"),
-        ("on", "(activation 3, attention 3, layers 3, linear 23, rms-norm 7, rope 3)"),
+        ("on", "(activation 3, attention 3, greedy 1, layers 3, linear 23, rms-norm 7, rope 3)"),
     ],
 )
 def test_the_setting_chooses(

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import mlx.core as mx
@@ -38,15 +40,17 @@ class Held:
 
     def __init__(self, block: Any, dtype: mx.Dtype):
         self.dtype = dtype
-        self.parts = [(holder, name, part) for holder in block.modules() for name, part in holder.items()]
+        self.holders = list(block.modules())
+        self.parts = [part for holder in self.holders for part in holder.values()]
         self.runs: tuple[Run, Run, Run] | None = None
-        if covered(block) and all(_stays(array, dtype) for _, _, array in self.parts):
+        if covered(block) and all(_stays(part, dtype) for part in self.parts):
             at_once, before, after = whole(block), before_attention(block), after_attention(block)
             self.runs = at_once.build(dtype), before.build(dtype), after.build(dtype)
 
     def stale(self) -> bool:
         """Whether a part or a parameter is another one now."""
-        return any(holder.get(name) is not part for holder, name, part in self.parts)
+        now = chain.from_iterable(map(dict.values, self.holders))
+        return sum(map(len, self.holders)) != len(self.parts) or not all(map(is_, now, self.parts))
 
 
 def run_block(block: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:

@@ -198,6 +198,20 @@ def build_short_convolution() -> Callable[..., Any]:
     return library().short_convolution  # type: ignore[no-any-return]
 
 
+def build_greedy() -> Callable[..., Any]:
+    """The greedy choice."""
+    return library().greedy  # type: ignore[no-any-return]
+
+
+def greedy_reference(logits: mx.array, limit: int) -> tuple[mx.array, mx.array]:
+    """logits (..., V) -> ids and largest (...) over the first `limit` of V, by mlx's own operations."""
+    import mlx.core as mx
+
+    from mlx_spec.shaping import greedy_ids
+
+    return greedy_ids(logits, limit), mx.max(logits[..., :limit], axis=-1).astype(mx.float32)
+
+
 def build_gated_delta() -> Callable[..., Any]:
     """The gated delta rule."""
     return library().gated_delta  # type: ignore[no-any-return]
@@ -259,6 +273,13 @@ def swap_gated_delta(module: nn.Module) -> nn.Module | None:
     from .recurrence import swap_gated_delta
 
     return swap_gated_delta(module)
+
+
+def swap_choice(module: nn.Module) -> nn.Module | None:
+    """Core's greedy choice, on the kernel."""
+    from .choice import swap_choice
+
+    return swap_choice(module)
 
 
 def swap_attention(module: nn.Module) -> nn.Module | None:

@@ -1,0 +1,63 @@
+#include "attending.h"
+
+#include <algorithm>
+
+#include "arrays.h"
+#include "linear.h"
+#include "pool.h"
+
+namespace spec {
+namespace {
+
+constexpr int64_t SERIAL_WORK = 100'000;  // multiply-adds below which waking a thread costs more than it saves
+constexpr int64_t SHARES = 4;             // pieces a thread should find
+constexpr int64_t FEWEST_KEYS = 32;       // in a piece
+
+thread_local Buffer scratch_buffer;
+
+void attend_alone(const Kernels& k, Attention& a) {
+  a.scratch = scratch_buffer.floats(size_t(k.attention_floats(a)));
+  k.begin(a);
+  k.score(a, 0, a.count);
+  k.weigh(a);
+  k.gather(a, 0, a.value_D);
+}
+
+// Too few for the threads: each is divided, by keys and then by elements of its results.
+void attend_in_pieces(const Kernels& k, std::vector<Attention>& tasks) {
+  int64_t floats = 0, most = 0;
+  for (auto& a : tasks) floats += k.attention_floats(a), most = std::max(most, a.count);
+  float* scratch = scratch_buffer.floats(size_t(floats));
+  for (auto& a : tasks) {
+    a.scratch = scratch;
+    scratch += k.attention_floats(a);
+    k.begin(a);
+  }
+  const int64_t count = int64_t(tasks.size()), shares = (SHARES * threads() + count - 1) / count;
+  const int64_t keys = std::max<int64_t>((most / shares + 3) / 4 * 4, FEWEST_KEYS), pieces = (most + keys - 1) / keys;
+  parallel_for(count * pieces, [&](int64_t i) {
+    const Attention& a = tasks[size_t(i / pieces)];
+    k.score(a, i % pieces * keys, (i % pieces + 1) * keys);
+  });
+  parallel_for(count, [&](int64_t i) { k.weigh(tasks[size_t(i)]); });
+  const int64_t apart = k.gathered_apart(tasks[0]), parts = (tasks[0].value_D + apart - 1) / apart;
+  parallel_for(count * parts, [&](int64_t i) {
+    const Attention& a = tasks[size_t(i / parts)];
+    k.gather(a, i % parts * apart, std::min((i % parts + 1) * apart, a.value_D));
+  });
+}
+
+}  // namespace
+
+void attend_all(std::vector<Attention>& tasks, int64_t work) {
+  const Kernels& k = kernels();
+  if (work < SERIAL_WORK || threads() == 1) {
+    for (auto& a : tasks) attend_alone(k, a);
+  } else if (int64_t(tasks.size()) < SHARES * threads() && !tasks.empty() && tasks[0].value_D > 0) {
+    attend_in_pieces(k, tasks);
+  } else {
+    parallel_for(int64_t(tasks.size()), [&](int64_t i) { attend_alone(k, tasks[size_t(i)]); });
+  }
+}
+
+}  // namespace spec
