@@ -12,9 +12,9 @@ namespace spec {
 namespace {
 
 constexpr int64_t SERIAL_WORK = 60'000;  // elements of states, times steps, below which waking a thread costs more
-constexpr int64_t LEAST_ROWS = 4;        // of a state, in one task
+constexpr int64_t LEAST_ROWS = 8;        // of a state, in one task
 
-thread_local Buffer scratch_buffer, unwritten_buffer;
+thread_local Buffer scratch_buffer;
 
 // Head `head` of row b of an array (B, L, heads, ...).
 Series series(const mx::array& a, int64_t b, int64_t head) {
@@ -22,30 +22,34 @@ Series series(const mx::array& a, int64_t b, int64_t head) {
   return {a.data<char>() + start * int64_t(a.itemsize()), *stored_type(a.dtype()), a.strides(1), a.ndim() > 3 ? a.strides(3) : 0};
 }
 
-void run_one(Delta& d) {
-  d.scratch = scratch_buffer.floats(size_t(kernels().delta_floats(d)));
-  kernels().delta(d);
+// The same of an array (B, L, heads, D), from element `first` on.
+Series series(const mx::array& a, int64_t b, int64_t head, int64_t first) {
+  Series s = series(a, b, head);
+  s.data = static_cast<const char*>(s.data) + first * s.apart * int64_t(a.itemsize());
+  return s;
 }
 
-// fill(task, b, head, first row) completes what one task is given; it runs; then(task, b, head, first row) follows. `work`
-// is the steps of both.
-template <class F, class G>
-void run(const mx::array& state, const mx::array& k, const mx::array& decay, mx::array& after, int64_t L, int64_t work, F&& fill,
-         G&& then) {
-  const int64_t B = state.shape(0), Hv = state.shape(1), Dv = state.shape(2), Dk = state.shape(3), shared = Hv / k.shape(2);
+// One part of a state: `count` of the rows of one head.
+struct Rows {
+  int64_t b, head, first, count;
+};
+
+// fill(delta, rows) completes what a part is given: steps and what comes of them. `work` is all steps, with those owed.
+template <class F>
+void run(const mx::array& state, int64_t work, F&& fill) {
+  const int64_t B = state.shape(0), Hv = state.shape(1), Dv = state.shape(2), Dk = state.shape(3);
   const int64_t wanted = B * Hv * Dv / (threads() * 8) / LEAST_ROWS * LEAST_ROWS;
-  const int64_t rows = std::min(std::max(wanted, LEAST_ROWS), std::max(Dv, LEAST_ROWS)), blocks = (Dv + rows - 1) / rows;
+  const int64_t height = std::min(std::max(wanted, LEAST_ROWS), std::max(Dv, LEAST_ROWS)), blocks = (Dv + height - 1) / height;
   auto task = [&](int64_t i) {
-    const int64_t first = i % blocks * rows, head = i / blocks % Hv, b = i / blocks / Hv;
+    const int64_t first = i % blocks * height;
+    const Rows rows{i / blocks / Hv, i / blocks % Hv, first, std::min(height, Dv - first)};
     Delta d{};
-    d.rows = std::min(rows, Dv - first), d.steps = L, d.D = Dk;
-    d.before = state.data<float>() + b * state.strides(0) + head * state.strides(1) + first * state.strides(2);
+    d.rows = rows.count, d.D = Dk;
+    d.before = state.data<float>() + rows.b * state.strides(0) + rows.head * state.strides(1) + first * state.strides(2);
     d.row_stride = state.strides(2), d.column_stride = state.strides(3);
-    d.after = after.data<float>() + ((b * Hv + head) * Dv + first) * Dk;
-    d.decay = series(decay, b, head), d.keys = series(k, b, head / shared);
-    fill(d, b, head, first);
-    run_one(d);
-    then(d, b, head, first);
+    fill(d, rows);
+    d.scratch = scratch_buffer.floats(size_t(kernels().delta_floats(d)));
+    kernels().delta(d);
   };
   const int64_t tasks = B * Hv * blocks;
   if (B * Hv * Dv * Dk * std::max<int64_t>(work, 1) < SERIAL_WORK) {
@@ -55,37 +59,53 @@ void run(const mx::array& state, const mx::array& k, const mx::array& decay, mx:
   }
 }
 
-void nothing(const Delta&, int64_t, int64_t, int64_t) {}
-
-// What a run of steps reads and writes beside the state: given are q, k, v, decay, rate.
-void fill_steps(Delta& d, const std::vector<mx::array>& given, mx::array& y, mx::array& deltas, int64_t b, int64_t head, int64_t first) {
-  const mx::array &q = given[0], &k = given[1], &v = given[2], &rate = given[4];
-  const int64_t L = v.shape(1), Hv = v.shape(2), Dv = v.shape(3), shared = Hv / k.shape(2);
-  const int64_t place = (b * L * Hv + head) * Dv + first;
-  d.rate = series(rate, b, head), d.queries = series(q, b, head / shared), d.values = series(v, b, head);
-  d.values.data = static_cast<const char*>(d.values.data) + first * d.values.apart * int64_t(v.itemsize());
-  d.deltas = deltas.data<float>() + place, d.delta_step = Hv * Dv, d.delta_apart = 1;
-  d.y = y.data<char>() + place * int64_t(y.itemsize()), d.y_type = *stored_type(y.dtype()), d.y_step = Hv * Dv;
+// The part's place in a whole state that was made here.
+float* place(mx::array& state, const Rows& rows) {
+  return state.data<float>() + ((rows.b * state.shape(1) + rows.head) * state.shape(2) + rows.first) * state.shape(3);
 }
 
-// The first keep[b] of the steps of a tape, whose deltas are known.
-void fill_replay(Delta& d, const mx::array& deltas, const mx::array& keep, int64_t b, int64_t head, int64_t first) {
-  d.replay = true;
-  d.steps = std::clamp<int64_t>(keep.data<int32_t>()[b * keep.strides(0)], 0, deltas.shape(1));
-  const Series all = series(deltas, b, head);
-  d.deltas = static_cast<float*>(const_cast<void*>(all.data)) + first * all.apart;
-  d.delta_step = all.step, d.delta_apart = all.apart;
-}
+// A run of steps, and what it gives beside the state.
+struct Steps {
+  const mx::array &q, &k, &v, &decay, &rate;
+  mx::array &y, &deltas;
+
+  int64_t count() const { return v.shape(1); }
+  void fill(Delta& d, const Rows& at) const {
+    const int64_t L = v.shape(1), Hv = v.shape(2), Dv = v.shape(3), shared = Hv / k.shape(2);
+    const int64_t start = (at.b * L * Hv + at.head) * Dv + at.first;
+    d.steps = L;
+    d.decay = series(decay, at.b, at.head), d.rate = series(rate, at.b, at.head);
+    d.keys = series(k, at.b, at.head / shared), d.queries = series(q, at.b, at.head / shared);
+    d.values = series(v, at.b, at.head, at.first);
+    d.deltas = deltas.data<float>() + start, d.delta_step = Hv * Dv;
+    d.y = y.data<char>() + start * int64_t(y.itemsize()), d.y_type = *stored_type(y.dtype()), d.y_step = Hv * Dv;
+  }
+};
+
+// The first keep[b] of the steps of a tape.
+struct Tape {
+  const mx::array &k, &decay, &deltas, &keep;
+
+  int64_t count() const { return deltas.shape(1); }
+  void fill(Delta& d, const Rows& at) const {
+    d.owed = std::clamp<int64_t>(keep.data<int32_t>()[at.b * keep.strides(0)], 0, count());
+    d.owed_decay = series(decay, at.b, at.head);
+    d.owed_keys = series(k, at.b, at.head / (deltas.shape(2) / k.shape(2)));
+    d.owed_deltas = series(deltas, at.b, at.head, at.first);
+  }
+};
 
 class GatedDelta : public CpuPrimitive {
  public:
   explicit GatedDelta(mx::Stream stream) : CpuPrimitive(stream) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    dispatch(inputs, outputs, [](const std::vector<mx::array>& given, std::vector<mx::array>& made) {
-      const int64_t L = given[2].shape(1);
-      auto fill = [&](Delta& d, int64_t b, int64_t head, int64_t first) { fill_steps(d, given, made[0], made[2], b, head, first); };
-      run(given[5], given[1], given[3], made[1], L, L, fill, nothing);
+    dispatch(inputs, outputs, 5, 1, [](const std::vector<mx::array>& given, std::vector<mx::array>& made) {
+      const Steps steps{given[0], given[1], given[2], given[3], given[4], made[0], made[2]};
+      run(given[5], steps.count(), [&](Delta& d, const Rows& rows) {
+        steps.fill(d, rows);
+        d.after = place(made[1], rows);
+      });
     });
   }
 
@@ -98,10 +118,12 @@ class ReplayDelta : public CpuPrimitive {
   explicit ReplayDelta(mx::Stream stream) : CpuPrimitive(stream) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    dispatch(inputs, outputs, [](const std::vector<mx::array>& given, std::vector<mx::array>& made) {
-      const int64_t L = given[3].shape(1);
-      auto fill = [&](Delta& d, int64_t b, int64_t head, int64_t first) { fill_replay(d, given[3], given[4], b, head, first); };
-      run(given[0], given[1], given[2], made[0], L, L, fill, nothing);
+    dispatch(inputs, outputs, 0, 0, [](const std::vector<mx::array>& given, std::vector<mx::array>& made) {
+      const Tape tape{given[1], given[2], given[3], given[4]};
+      run(given[0], tape.count(), [&](Delta& d, const Rows& rows) {
+        tape.fill(d, rows);
+        d.settled = place(made[0], rows);
+      });
     });
   }
 
@@ -114,20 +136,14 @@ class ResumeDelta : public CpuPrimitive {
   explicit ResumeDelta(mx::Stream stream) : CpuPrimitive(stream) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    dispatch(inputs, outputs, [](const std::vector<mx::array>& given, std::vector<mx::array>& made) {
-      const mx::array &k = given[1], &decay = given[3], &owed_k = given[6], &owed_decay = given[7], &owed = given[8], &keep = given[9];
-      const int64_t L = k.shape(1), shared = owed.shape(2) / k.shape(2), Dk = k.shape(3);
-      auto fill = [&](Delta& d, int64_t b, int64_t head, int64_t first) { fill_replay(d, owed, keep, b, head, first); };
-      auto steps = [&](const Delta& before, int64_t b, int64_t head, int64_t first) {
-        Delta d{};
-        d.rows = before.rows, d.steps = L, d.D = Dk;
-        d.before = before.after, d.row_stride = Dk, d.column_stride = 1;
-        d.after = unwritten_buffer.floats(size_t(d.rows * Dk));
-        d.decay = series(decay, b, head), d.keys = series(k, b, head / shared);
-        fill_steps(d, given, made[0], made[2], b, head, first);
-        run_one(d);
-      };
-      run(given[5], owed_k, owed_decay, made[1], owed.shape(1), owed.shape(1) + L, fill, steps);
+    dispatch(inputs, outputs, 5, 1, [](const std::vector<mx::array>& given, std::vector<mx::array>& made) {
+      const Steps steps{given[0], given[1], given[2], given[3], given[4], made[0], made[2]};
+      const Tape tape{given[6], given[7], given[8], given[9]};
+      run(given[5], tape.count() + steps.count(), [&](Delta& d, const Rows& rows) {
+        tape.fill(d, rows);
+        steps.fill(d, rows);
+        d.settled = place(made[1], rows);
+      });
     });
   }
 

@@ -84,17 +84,19 @@ struct Series {
   int64_t step, apart;
 };
 
-// Some rows of the state of one head through `steps` steps of the gated delta rule (mlx_spec/gated_delta.py).
+// Some rows of the state of one head: through the `owed` steps of a tape, whose deltas are known, then through `steps`
+// steps of the gated delta rule (mlx_spec/gated_delta.py).
 struct Delta {
-  int64_t rows, steps, D;  // rows of the state, each of D elements
+  int64_t rows, D;  // rows of the state, each of D elements
   const float* before;
   int64_t row_stride, column_stride;  // of `before`
-  float* after;                       // (rows, D), lying together
-  Series decay, keys;                 // one element, D elements
-  bool replay;                        // then `deltas` are read, else they are computed from the rest and written
-  Series rate, queries, values;       // one element, D and `rows` elements
-  float* deltas;
-  int64_t delta_step, delta_apart;
+  float *settled, *after;             // (rows, D) lying together: between the two, and at the end; null if not wanted
+  int64_t owed;
+  Series owed_decay, owed_keys, owed_deltas;  // one element, D and `rows` elements
+  int64_t steps;
+  Series decay, keys, rate, queries, values;  // one element, D, one, D and `rows` elements
+  float* deltas;                              // of step t: `t * delta_step` elements on
+  int64_t delta_step;
   void* y;  // of step t: `t * y_step` elements on
   Type y_type;
   int64_t y_step;

@@ -238,3 +238,44 @@ def test_resuming_refuses_what_a_replay_and_a_run_refuse(library: Any) -> None:
         library.resume_delta(q, k, v, g, beta, state, k, g, deltas[:, :2], keep)
     with pytest.raises(ValueError, match="values"):
         library.resume_delta(q, k, v[..., :1], g, beta, state, k, g, deltas, keep)
+
+
+def chain(library: Any, given: Steps, tape: Steps, hold: bool) -> tuple[list[bytes], list[int]]:
+    """A replay, a run and a resume, each over the state that the last one left; bytes, and addresses of the states."""
+    state, held, places = mx.array(given[5]), [], []
+    for step in ("replay", "run", "resume"):
+        mx.eval(state)
+        places.append(np.asarray(state).__array_interface__["data"][0])
+        if hold:
+            held.append(state)
+        if step == "replay":
+            state = library.replay_delta(state, *tape)
+        elif step == "run":
+            y, state, delta = library.gated_delta(*given[:5], state)
+        else:
+            y, state, delta = library.resume_delta(*given[:5], state, *tape)
+    mx.eval(state)
+    places.append(np.asarray(state).__array_interface__["data"][0])
+    return [raw(a) for a in (y, state, delta)], places
+
+
+def test_a_state_nobody_else_has_is_written_in_place(library: Any) -> None:
+    given = made(3, 1, 2, 4, 64, 32)
+    tape = given[1], given[3], library.gated_delta(*given)[2], mx.array([2], mx.int32)
+    alone, shared = chain(library, given, tape, hold=False), chain(library, given, tape, hold=True)
+    assert alone[0] == shared[0]
+    assert len(set(alone[1])) == 1 and len(set(shared[1])) == 4
+
+
+def test_what_is_written_in_place_stays_for_whoever_has_a_part_of_it(library: Any) -> None:
+    given = made(3, 2, 2, 4, 64, 32)
+    whole = mx.array(given[5])
+    part = whole[1:]
+    mx.eval(part)
+    before = raw(part)
+    state = whole[:1]
+    del whole
+    _, after, _ = library.gated_delta(*(a[:1] for a in given[:5]), state)
+    del state
+    mx.eval(after)
+    assert raw(part) == before

@@ -16,7 +16,8 @@ class RowGatedDelta(GatedDelta):
     """GatedDelta in one operation for all steps, one for a replay, and one for both.
 
     The state has the bytes of the rule in plain mlx for equal deltas; sums over a key are added in another order.
-    A replay alone reads and writes a whole state; on the way to the next steps it costs its arithmetic.
+    A replay alone reads and writes a whole state; on the way to the next steps it costs its arithmetic. A state that
+    nobody else refers to is written in place.
     """
 
     resumes = True
@@ -41,8 +42,9 @@ class RowGatedDelta(GatedDelta):
         """As GatedDelta: (y, the state before the steps, delta)."""
         if any(a.dtype not in FLOATS for a in (q, k, v, beta, owed.k)):
             return super().resume(owed, q, k, v, g, beta)
-        tape = owed.k, owed.g.astype(mx.float32), owed.delta, owed.keep.astype(mx.int32)
-        return library().resume_delta(q, k, v, g.astype(mx.float32), beta, owed.state, *tape)
+        state, owed_k, owed_g, delta, keep = owed
+        tape = owed_k, owed_g.astype(mx.float32), delta, keep.astype(mx.int32)
+        return library().resume_delta(q, k, v, g.astype(mx.float32), beta, state, *tape)
 
 
 RECURRENCE: tuple[Rule, ...] = ((GatedDelta, RowGatedDelta, lambda _: True),)
