@@ -25,7 +25,7 @@ class Resuming(GatedDelta):
 
     def resume(self, owed: Owed, *steps: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         self.asked["resume"] += 1
-        state = GatedDelta().replay(*owed.arrays)
+        state = GatedDelta().replay(*owed)
         y, _, delta = GatedDelta()(*steps, state)
         return y, state, delta
 
@@ -52,7 +52,7 @@ def run(state: DeltaState, rule: GatedDelta, seed: int, L: int, tape: bool = Tru
     else:
         owed = None
         y, held, delta = rule(q, k, v, g, beta, state.recurrent((len(rows), HV, DV, DK)))
-    state.append(joined, held, Steps(rows, k, g, delta), rule, tape, paid=owed is not None)
+    state.append(held, Steps(joined, k, g, delta), rule, tape, paid=owed is not None)
     return y
 
 

@@ -49,24 +49,33 @@ def test_a_tape_is_kilobytes_and_a_new_mark_frees_it():
     before = group.nbytes
     mark = group.mark()
     feed(group, mx.array(ids(9, 4)))
-    row = feed.rows.shape[1] + 2 * 32 + 6 + 6 * 24  # conv row, k, g, delta
-    assert group[0].tape_nbytes == 4 * 4 * row
-    assert group.nbytes == 2 * before + group[0].tape_nbytes
+    window = 3 * feed.rows.shape[1]  # before the block; the one after it is a piece of the same array
+    assert group[0].tape_nbytes == 4 * (window + 4 * (feed.rows.shape[1] + 2 * 32 + 6 + 6 * 24))  # rows, k, g, delta
+    assert group.nbytes == 2 * before - 4 * window + group[0].tape_nbytes
     tape = group[0].tape_nbytes
     group.rewind(mark, [2])
     assert group[0].tape_nbytes == 0 and group.nbytes <= before + tape + 4  # owed: the steps, and how many count
-    mx.eval(group[0].recurrent(()))
+    mx.eval(group[0].recurrent(()), group[0]._live.window)
     assert group.nbytes == before
 
 
-def test_keeping_every_row_replays_nothing(monkeypatch):
+@pytest.mark.parametrize("keep", [0, 1, 2, 3])
+def test_a_rewind_makes_no_array_but_the_count(keep):
     group = filled(5)
     mark = group.mark()
     feed(group, mx.array(ids(5, 3)))
-    held = group[0]._live
-    monkeypatch.setattr(GatedDelta, "replay", lambda *_: pytest.fail("replayed"))
-    group.rewind(mark, [3])
-    assert group[0]._live is held
+    held = group.arrays()
+    group.rewind(mark, [keep])
+    new = [array for array in group.arrays() if all(array is not one for one in held)]
+    assert [array.tolist() for array in new] == ([[keep]] if keep in (1, 2) else [])
+
+
+def test_layers_that_keep_the_same_share_the_count():
+    group = StateGroup([DeltaState(), DeltaState()])
+    mark = group.mark()
+    feed(group, mx.array(ids(0, 3)))
+    group.rewind(mark, [2])
+    assert group[0].owed.keep is group[1].owed.keep
 
 
 def test_keeping_no_row_gives_back_the_arrays_of_the_mark(monkeypatch):
@@ -86,7 +95,7 @@ def test_a_prompt_is_not_recorded_and_ends_the_mark():
     feed(group, mx.array(ids(4, 2)))
     joined = state.joined(feed.rows[mx.array(ids(6, 8))], 3)
     tape = state._tape[0]
-    state.append(joined, state._live.recurrent, type(tape)(joined[:, 3:], *tape.arrays[1:]), feed.rule, tape=False)
+    state.append(state._live.recurrent, type(tape)(joined, mx.zeros((1, 8, 2, 32)), *tape[2:]), feed.rule, tape=False)
     assert state.tape_nbytes == 0 and state.lengths == (14,)
     with pytest.raises(ValueError, match="can return to 14 and later"):
         state.rewind(Mark((4,)), [2])

@@ -12,7 +12,7 @@ a linear layer. Everything that runs the rule (prefill, decode, verify, replay) 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,8 +21,7 @@ BURST = 64
 """Steps after which a long run is started: building the graph and computing it overlap, memory stays bounded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Owed:
+class Owed(NamedTuple):
     """Steps to run again from `state`, row b the first keep[b]: the arguments of `GatedDelta.replay`."""
 
     state: mx.array
@@ -30,11 +29,6 @@ class Owed:
     g: mx.array
     delta: mx.array
     keep: mx.array
-
-    @property
-    def arrays(self) -> tuple[mx.array, ...]:
-        """All five, in order."""
-        return self.state, self.k, self.g, self.delta, self.keep
 
 
 class GatedDelta(nn.Module):  # type: ignore[misc]  # mlx.nn is untyped
@@ -103,7 +97,7 @@ class GatedDelta(nn.Module):  # type: ignore[misc]  # mlx.nn is untyped
         The state after the steps is not returned: those kept of them are owed in turn. The bytes are those of
         `replay` and a call.
         """
-        state = self.replay(*owed.arrays)
+        state = self.replay(*owed)
         y, _, delta = self(q, k, v, g, beta, state)
         return y, state, delta
 

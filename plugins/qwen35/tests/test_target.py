@@ -16,7 +16,7 @@ from qwen35_oracles.ours import load
 
 import mlx_spec
 from mlx_spec.errors import RefusedError, UsageError
-from mlx_spec.gated_delta import GatedDelta
+from mlx_spec.gated_delta import GatedDelta, Owed
 from mlx_spec.state import DeltaState, StateGroup
 from mlx_spec.testing.watch import first_difference, saved
 from mlx_spec_qwen35.target import Qwen35Target
@@ -148,6 +148,39 @@ def test_a_prompt_leaves_no_tape_and_computes_no_logits(loaded: Loaded, monkeypa
     monkeypatch.setattr(Qwen35Target, "_project", lambda *_: pytest.fail("logits"))
     target.prefill(row(*ids(40)), states)
     assert [s.tape_nbytes for s in states if isinstance(s, DeltaState)] == [0, 0, 0]
+
+
+class Resuming(GatedDelta):
+    """The plain rule, paying what is owed on its way, as kernels do; it never replays alone."""
+
+    resumes = True
+
+    def replay(self, *given: mx.array) -> mx.array:
+        return pytest.fail("replayed alone")
+
+    def resume(self, owed: Owed, *steps: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        state = GatedDelta().replay(*owed)
+        y, _, delta = self(*steps, state)
+        return y, state, delta
+
+
+def with_rule(monkeypatch: pytest.MonkeyPatch, target: Qwen35Target, rule: GatedDelta) -> None:
+    for layer in target.model.language_model.model.layers:
+        if layer.is_linear:
+            monkeypatch.setitem(layer.linear_attn, "gated_delta", rule)
+
+
+def test_rounds_and_plain_steps_pay_kept_rows_on_their_way(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, logits = loaded(), []
+    for rule in (GatedDelta(), Resuming()):
+        with_rule(monkeypatch, target, rule)
+        states, found = prefilled(target, ids(9)), []
+        for keep, length in ((2, 4), (1, 1), (3, 3), (1, 1), (1, 2)):
+            mark = states.mark()
+            found.append(target.forward(row(*ids(length)), states).logits)
+            states.rewind(mark, [keep])
+        logits.append(found)
+    assert all(mx.array_equal(a, b) for a, b in zip(*logits, strict=True))
 
 
 @pytest.mark.parametrize("last", [False, True])

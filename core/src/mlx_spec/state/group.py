@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ class StateGroup(list[State]):
             state.check_rewind(mark, keep)
         for state in self:
             state.rewind(mark, keep)
-        wanted = tuple(start + kept for start, kept in zip(mark.lengths, keep, strict=True))
+        wanted = tuple(map(add, mark.lengths, keep))
         self._agree("a rewind", wanted if self else None)
 
     def extract(self, row: int) -> StateGroup:

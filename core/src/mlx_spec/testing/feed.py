@@ -90,7 +90,7 @@ class GatedDeltas:
             g, beta = self.decay[tokens], self.rate[tokens]
             start = state.recurrent((B, Hv, Dv, Dk))
             y, after, delta = self.rule(q, k, v.reshape(B, L, Hv, Dv), g, beta, start)
-            state.append(joined, after, Steps(rows, k, g, delta), self.rule)
+            state.append(after, Steps(joined, k, g, delta), self.rule)
             out.append(y)
         return mx.stack(out, axis=2)
 

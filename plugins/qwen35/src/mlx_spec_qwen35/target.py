@@ -165,12 +165,12 @@ def linear_attention(net: Any, x: mx.array, state: DeltaState, tape: bool) -> mx
     q, k = normalize_qk(q, k, inv_scale=Dk**-0.5, eps=NORM_EPS)
     g = compute_g(net.A_log, a, net.dt_bias)
     rule, owed = net.gated_delta, state.owed
-    if owed is not None and rule.resumes and tape and L > 1:
+    if owed is not None and rule.resumes and tape:
         y, held, delta = rule.resume(owed, q, k, v, g, mx.sigmoid(b))
     else:
         owed = None
         y, held, delta = rule(q, k, v, g, mx.sigmoid(b), state.recurrent((B, Hv, Dv, Dk)))
-    state.append(joined, held, Steps(rows, k, g, delta), rule, tape, paid=owed is not None)
+    state.append(held, Steps(joined, k, g, delta), rule, tape, paid=owed is not None)
     return net.out_proj(net.norm(y, z).reshape(B, L, -1))
 
 
