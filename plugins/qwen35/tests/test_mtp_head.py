@@ -222,6 +222,15 @@ def test_a_pass_that_fails_leaves_the_caches_as_they_were(mtp_dirs: MakePair) ->
     assert pair.draft(lane, [3])[0].tokens.tolist() == expected
 
 
+def test_every_draft_starts_before_the_next_pass_is_built(mtp_dirs: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Ours(*mtp_dirs(drafter="mtp"))
+    lane, _ = pair.lane(prompt(9))
+    started: list[mx.array] = []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.extend(arrays))
+    tokens = pair.draft(lane, [3])[0].tokens
+    assert [token.tolist() for token in started] == tokens.T.tolist()
+
+
 def test_a_request_it_has_not_followed_from_the_start_gets_no_drafts(mtp_dirs: MakePair) -> None:
     pair = Ours(*mtp_dirs(drafter="mtp"))
     lane, _ = pair.lane(prompt(9))

@@ -183,6 +183,21 @@ def test_rounds_and_plain_steps_pay_kept_rows_on_their_way(loaded: Loaded, monke
     assert all(mx.array_equal(a, b) for a, b in zip(*logits, strict=True))
 
 
+def test_layers_of_a_block_start_before_the_rest_is_built(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = loaded()
+    with_rule(monkeypatch, target, GatedDelta())
+    started: list[mx.array] = []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.extend(arrays))
+    states = prefilled(target, ids(9))
+    target.forward(row(5), states)
+    assert started == []  # a prompt, a plain step
+    taps = target.forward(row(*ids(3)), states, target.tap_names[1:]).taps
+    assert [id(array) for array in started] == [id(tap) for tap in taps.values()]
+    with_rule(monkeypatch, target, Resuming())
+    target.forward(row(*ids(3)), states)
+    assert len(started) == len(taps)  # few layers of few operations start with the rest
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_taps_of_a_prompt_are_those_of_a_forward(loaded: Loaded, last: bool) -> None:
     target = loaded()

@@ -138,6 +138,9 @@ class MtpDrafter(Drafter):
             ids.append(tokens[start + 1 : start + 1 + n] + [0] * (width - n))
         outputs = self._run(hidden[:, :width], mx.array(ids, dtype=mx.int32), caches)
         caches.rewind(Mark(tuple(held)), counts)  # takes back the padding of shorter rows
+        if lane.size == 1:
+            seen, state = (output[:, width - 1] for output in outputs)
+            return seen, state
         rows, last = mx.arange(lane.size), mx.array([max(n, 1) - 1 for n in counts])
         seen, state = (output[rows, last] for output in outputs)
         return seen, state
@@ -151,6 +154,7 @@ class MtpDrafter(Drafter):
                 one, two = self._run(state[:, None], tokens[-1][:, None], caches)
                 seen, state = one[:, 0], two[:, 0]
             token, law = lane.draw(self.logits(seen), step)
+            mx.async_eval(token)  # the device works while the next pass is being built
             tokens.append(token)
             if law is not None:
                 laws.append(law)

@@ -21,6 +21,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
+from mlx_spec.gated_delta import GatedDelta
 from mlx_spec.generic_target import GenericTarget
 from mlx_spec.state import DeltaState, KVState, QuantisedKVState, StateGroup
 from mlx_spec.state.delta import Steps
@@ -36,6 +37,8 @@ log = logging.getLogger("mlx_spec_qwen35")
 
 BLOCK_ROWS = 16
 """Widest L that is treated as a block to verify; longer calls are prefill and may sort their experts."""
+LAYERS_TOGETHER = 8
+"""Layers of a block that start together when kernels have made them few operations."""
 NORM_EPS = 1e-6
 """Added to the sum of squares of a query or key before its root, whatever its width."""
 
@@ -140,9 +143,15 @@ class Qwen35Target(GenericTarget):
             raise self._refuse(f"tap {unknown[0]!r}", f"taps hidden, residual.0 to {self.tap_names[-1]}")
 
     def _layers(self, tokens: mx.array, states: StateGroup, tape: bool) -> Iterator[mx.array]:
-        """tokens (B, L) through the stack; the residual stream (B, L, D) after every layer."""
+        """tokens (B, L) through the stack; the residual stream (B, L, D) after every layer.
+
+        On the CPU, whose device waits while a graph is being built, layers of a block start before the rest is there.
+        Steps of plain decoding do not need that: the next one is built while the last one runs.
+        """
+        early = tape and 1 < tokens.shape[1] <= BLOCK_ROWS and mx.default_device() == mx.cpu
+        together = self._layers_together() if early else 0
         h, mask = self._trunk.embed_tokens(tokens), None
-        for layer, state in zip(self._trunk.layers, states, strict=True):
+        for i, (layer, state) in enumerate(zip(self._trunk.layers, states, strict=True)):
             x = layer.input_layernorm(h)
             if isinstance(state, DeltaState):
                 h = h + linear_attention(layer.linear_attn, x, state, tape)
@@ -150,7 +159,14 @@ class Qwen35Target(GenericTarget):
                 mask = create_attention_mask(h, state) if mask is None else mask
                 h = h + layer.self_attn(x, mask, state)
             h = h + feed_forward(layer.mlp, layer.post_attention_layernorm(h))
+            if together and i % together == together - 1:
+                mx.async_eval(h)
             yield h
+
+    def _layers_together(self) -> int:
+        """How many layers to start at once: building one of plain MLX operations takes longer than starting it."""
+        linear = next((layer.linear_attn for layer in self._trunk.layers if layer.is_linear), None)
+        return 1 if linear is None or type(linear.gated_delta) is GatedDelta else LAYERS_TOGETHER
 
 
 def linear_attention(net: Any, x: mx.array, state: DeltaState, tape: bool) -> mx.array:
