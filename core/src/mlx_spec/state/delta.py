@@ -41,7 +41,7 @@ class Steps(NamedTuple):
 
 
 class Held:
-    """Window (B, K - 1, C) of the convolution and recurrence (B, Hv, Dv, Dk) float32, there or to be made of steps.
+    """Window (B, K - 1, C) and recurrence (B, Hv, Dv, Dk) float32, there or to be made of steps.
 
     Args:
         recurrent: the recurrence; before the first of `steps` when it is `due`.
@@ -287,7 +287,7 @@ class DeltaState(State):
         self._base, self._marked = None, False
 
     def _owe(self, counts: tuple[int, ...]) -> None:
-        """Make `_live` the state after the tape's first counts[b] steps of row b, to be run by whoever wants it."""
+        """Make `_live` the state after the first counts[b] steps of row b, run when somebody wants it."""
         base = self._base
         if base is None:
             raise RuntimeError("a tape without the state it begins at")

@@ -164,7 +164,7 @@ class Qwen35Target(GenericTarget):
             yield h
 
     def _layers_together(self) -> int:
-        """How many layers to start at once: building one of plain MLX operations takes longer than starting it."""
+        """How many layers start at once: one of plain MLX operations takes longer to build than to start."""
         linear = next((layer.linear_attn for layer in self._trunk.layers if layer.is_linear), None)
         return 1 if linear is None or type(linear.gated_delta) is GatedDelta else LAYERS_TOGETHER
 
