@@ -178,12 +178,15 @@ def arms(
 
 
 def kept(pair: Pair, theirs: TheirLoop, texts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Acceptance by position and tokens per round of both loops, without the last round of each reply."""
+    """Acceptance by position and tokens per round of both loops, without the last round of each reply.
+
+    Nor with our first one: it drafts the first token of the reply, which mlx-vlm takes from the prompt's forward.
+    """
     ours: list[tuple[int, int]] = []
     others: list[tuple[int, int]] = []
     for prompt in texts:
         done = generate(pair, prompt, None, tokens, ignore_eos=True, adaptive=False)
-        ours += [(len(r.draft_ids), r.accepted) for r in done.rounds if r.draft_ids][:-1]
+        ours += [(len(r.draft_ids), r.accepted) for r in done.rounds if r.draft_ids][1:-1]
         for _ in theirs.reply(prompt, tokens):
             pass
         others += theirs.rounds()[:-1]
