@@ -246,6 +246,8 @@ class Advancer:
     # -- speculative ------------------------------------------------------------------------------------
 
     def _round(self, rows: Sequence[Row], budget: Sequence[int]) -> list[tuple[Row, Event]]:
+        import mlx.core as mx
+
         lane, clock = self.lane, self.clock
         if lane is None:
             raise RuntimeError("round without a lane")
@@ -255,6 +257,7 @@ class Advancer:
             draft = propose(lane, self.hooks, budget, self.judge.drawer(rows, lane))
         except DraftFault as fault:
             return self._faulty(rows, str(fault))
+        mx.async_eval(draft.tokens)  # drafted while the host builds the verify
         clock.lap("propose", draft.tokens)
         self._faults = 0
         if not any(draft.counts or ()):

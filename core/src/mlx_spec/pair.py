@@ -216,7 +216,10 @@ def _load(
         pair.drafter = load_drafter(choice, loaded)
         _check_chains(pair.drafter)
         _cast(pair.drafter, dtype)
-        plan.kernels = plan.kernels.merged(use_kernels(pair.drafter.model))
+        if pair.drafter.model is not None:
+            whole = nn.Sequential(pair.drafter.model)  # a drafter that describes itself is replaced as a whole
+            plan.kernels = plan.kernels.merged(use_kernels(whole))
+            pair.drafter.model = whole.layers[0]
         pair.drafter_ref, pair.drafter_owner = choice.ref, choice.owner
     return pair
 

@@ -13,7 +13,7 @@ from .base import Mark, State
 if TYPE_CHECKING:
     from .delta import DeltaState
     from .group import StateGroup, from_mlx_lm
-    from .kv import KVState
+    from .kv import KVState, Room
     from .quantised import QuantisedKVState, QuantisedWindowState
     from .registry import register_state, state_name, state_type
     from .view import KVView, narrow, visible_mask
@@ -26,6 +26,7 @@ __all__ = [
     "Mark",
     "QuantisedKVState",
     "QuantisedWindowState",
+    "Room",
     "State",
     "StateGroup",
     "WindowState",
@@ -43,6 +44,7 @@ _HOME = {
     "KVView": "view",
     "QuantisedKVState": "quantised",
     "QuantisedWindowState": "quantised",
+    "Room": "kv",
     "StateGroup": "group",
     "WindowState": "window",
     "from_mlx_lm": "group",

@@ -157,6 +157,18 @@ class KVState(State):
         span = self._span(count)
         return None if span is None else Room(self._buffer.arrays[0], self._buffer.arrays[1], *span)
 
+    def lent(self, position: int, window: int | None = None) -> Room | None:
+        """Storage for an operation that reads the keys a query at `position` sees: rows `low` up to `start`.
+
+        None with several rows, quantised or empty storage. Nothing may be appended before the operation is built.
+        """
+        if not self.DENSE or len(self._lengths) != 1:
+            return None
+        origin = self._origins[0]
+        low = 0 if window is None else max(0, position - window + 1 - origin)
+        end = min(self._lengths[0], position + 1) - origin
+        return Room(self._buffer.arrays[0], self._buffer.arrays[1], low, end) if low < end else None
+
     def fill(self, keys: mx.array, values: mx.array, count: int) -> None:
         """Take back the storage of `room`, filled with `count` rows; let go of the arrays it was before."""
         self._buffer.arrays[:] = (keys, values)
