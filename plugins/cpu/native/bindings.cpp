@@ -63,7 +63,7 @@ double multiply_add_rate() {
 
 NB_MODULE(_native, m) {
   nb::module_::import_("mlx.core");  // registers the array type
-  m.attr("interface") = 8;  // INTERFACE of native.py: raised with every change of names or arguments below
+  m.attr("interface") = 9;  // INTERFACE of native.py: raised with every change of names or arguments below
   m.attr("built_for") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                         std::to_string(MLX_VERSION_PATCH);
   m.def(
@@ -179,23 +179,34 @@ NB_MODULE(_native, m) {
           "of"_a, "heads"_a, "dims"_a, "neighbours"_a, "scale"_a, "inverse"_a)
       .def(
           "attend",
-          [](Program& self, int queries, int keys, int values, int heads, int key_heads, float scale) {
-            return self.held->attend(queries, keys, values, heads, key_heads, scale);
+          [](Program& self, int queries, int keys, int values, int heads, int key_heads, float scale, int window) {
+            return self.held->attend(queries, keys, values, heads, key_heads, scale, window);
           },
-          "queries"_a, "keys"_a, "values"_a, "heads"_a, "key_heads"_a, "scale"_a)
+          "queries"_a, "keys"_a, "values"_a, "heads"_a, "key_heads"_a, "scale"_a, "window"_a = 0)
+      .def(
+          "look",
+          [](Program& self, int place, int queries, int heads, int key_heads, float scale, int window) {
+            return self.held->look(place, queries, heads, key_heads, scale, window);
+          },
+          "place"_a, "queries"_a, "heads"_a, "key_heads"_a, "scale"_a, "window"_a = 0)
+      .def("scale", [](Program& self, int of, const mlx::core::array& weight) { return self.held->scale(of, weight); }, "of"_a, "weight"_a)
       .def("output", [](Program& self, int of, int heads) { self.held->output(of, heads); }, "of"_a, "heads"_a = 0)
       .def(
           "__call__",
           [](const Program& self, nb::args given, const std::variant<int, mlx::core::array>& offset,
-             const std::optional<mlx::core::array>& keys, const std::optional<mlx::core::array>& values, int low, int start) {
+             const std::optional<mlx::core::array>& keys, const std::optional<mlx::core::array>& values, int low, int start,
+             const std::vector<std::tuple<mlx::core::array, mlx::core::array, int, int>>& lent) {
             std::vector<mlx::core::array> inputs;
             inputs.reserve(given.size() + 1);
             for (auto x : given) inputs.push_back(nb::cast<mlx::core::array>(x));
             std::optional<spec::Program::Storage> storage;
             if (keys && values) storage = spec::Program::Storage{*keys, *values, low, start};
-            return spec::Program::call(self.held, std::move(inputs), offset, storage, {});
+            std::vector<spec::Program::Lent> read;
+            for (auto& [k, v, first, end] : lent) read.push_back({k, v, first, end});
+            return spec::Program::call(self.held, std::move(inputs), offset, storage, read, {});
           },
-          "inputs"_a, "offset"_a = 0, "keys"_a = nb::none(), "values"_a = nb::none(), "low"_a = 0, "start"_a = 0);
+          "inputs"_a, "offset"_a = 0, "keys"_a = nb::none(), "values"_a = nb::none(), "low"_a = 0, "start"_a = 0,
+          "lent"_a = nb::list());
   m.def(
       "activation",
       [](const mlx::core::array& gate, const std::optional<mlx::core::array>& x, const std::string& act) {

@@ -53,16 +53,16 @@ bool as_rows(const mx::array& a, int heads) {
 
 class RowProgram : public CpuPrimitive {
  public:
-  RowProgram(mx::Stream stream, std::shared_ptr<const Program> program, bool offsets, int offset, int low, int start)
-      : CpuPrimitive(stream), program_(std::move(program)), has_offsets_(offsets), offset_(offset), low_(low), start_(start) {}
+  // Inputs are those of the program, positions per batch if any, what is lent, and the storage if it attends.
+  RowProgram(mx::Stream stream, std::shared_ptr<const Program> program, size_t first_lent, bool offsets, Program::Call call)
+      : CpuPrimitive(stream), program_(std::move(program)), first_lent_(first_lent), has_offsets_(offsets), call_(std::move(call)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    Program::Call call{};
-    call.offset = offset_, call.low = low_, call.start = start_;
     if (!program_->attends()) {
-      dispatch(inputs, outputs, [program = program_, has_offsets = has_offsets_, call](
+      dispatch(inputs, outputs, [program = program_, first = first_lent_, has_offsets = has_offsets_, call = call_](
                                     const std::vector<mx::array>& given, std::vector<mx::array>& made) mutable {
-        if (has_offsets) call.offsets = &given.back();
+        if (has_offsets) call.offsets = &given[first - 1];
+        for (size_t i = 0; i < call.lent.size(); i++) call.lent[i].lies_in(given[first + 2 * i], given[first + 2 * i + 1]);
         program->run(given, call, made);
       });
       return;
@@ -91,16 +91,13 @@ class RowProgram : public CpuPrimitive {
       encoder.set_input_array(input);
       given.push_back(mx::array::unsafe_weak_copy(input));
     }
-    encoder.dispatch([program = program_, given = std::move(given), made = std::move(made), copies = std::move(copies), call]() mutable {
+    encoder.dispatch([program = program_, first = first_lent_, given = std::move(given), made = std::move(made), copies = std::move(copies), call = call_]() mutable {
       for (auto& [from, to] : copies) {
         const Contiguous whole(from);
         memcpy(to.data<char>(), whole.get(), to.nbytes());
       }
-      const mx::array &keys = made[made.size() - 2], &values = made.back();
-      call.keys = const_cast<char*>(keys.data<char>()), call.values = const_cast<char*>(values.data<char>());
-      for (int axis : {1, 2}) {
-        call.key_strides[axis - 1] = keys.strides(axis), call.value_strides[axis - 1] = values.strides(axis);
-      }
+      call.own.lies_in(made[made.size() - 2], made.back());
+      for (size_t i = 0; i < call.lent.size(); i++) call.lent[i].lies_in(given[first + 2 * i], given[first + 2 * i + 1]);
       program->run(given, call, made);
     });
   }
@@ -109,13 +106,17 @@ class RowProgram : public CpuPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& o = static_cast<const RowProgram&>(other);
-    return program_ == o.program_ && has_offsets_ == o.has_offsets_ && offset_ == o.offset_ && low_ == o.low_ && start_ == o.start_;
+    auto alike = [](const Program::Store& a, const Program::Store& b) { return a.low == b.low && a.start == b.start; };
+    const Program::Call &a = call_, &b = o.call_;
+    return program_ == o.program_ && has_offsets_ == o.has_offsets_ && a.offset == b.offset && alike(a.own, b.own) &&
+           std::equal(a.lent.begin(), a.lent.end(), b.lent.begin(), b.lent.end(), alike);
   }
 
  private:
   std::shared_ptr<const Program> program_;
+  size_t first_lent_;
   bool has_offsets_;
-  int offset_, low_, start_;
+  Program::Call call_;
 };
 
 }  // namespace
@@ -199,17 +200,40 @@ int Program::rotate(int from, int heads, int dims, bool neighbours, float scale,
   return to;
 }
 
-int Program::attend(int queries, int keys, int values, int heads, int key_heads, float scale) {
+int Program::scale(int from, const mx::array& weight) {
+  const Register source = at(from);
+  if (weight.dtype() != source.dtype || weight.ndim() != 1 || (weight.shape(0) != 1 && weight.shape(0) != source.width)) {
+    refuse("scale", text(weight.dtype()) + " of shape " + text(weight.shape()), text(source.dtype) + " of shape (1,) or (" + text(source.width) + ",)");
+  }
+  const int to = add(source.width, source.dtype);
+  Stage& s = stage(Kind::scale, from, from, to);
+  s.weight = held(mx::broadcast_to(weight, {mx::ShapeElem(source.width)}));
+  return to;
+}
+
+int Program::attend(int queries, int keys, int values, int heads, int key_heads, float scale, int window) {
   const Register q = at(queries), k = at(keys), v = at(values);
   if (attends_) refuse("attentions", "a second one", "one per program");
   if (heads < 1 || key_heads < 1 || heads % key_heads) refuse("heads", text(heads) + " over " + text(key_heads), "whole groups");
   if (q.width % heads || k.width % key_heads || v.width % key_heads || q.width / heads != k.width / key_heads || k.dtype != v.dtype) {
     refuse("queries, keys and values", text(q.width) + ", " + text(k.width) + " and " + text(v.width) + " values", "heads of one width");
   }
+  if (window < 0) refuse("window", text(window), "a number of keys, or 0");
   attends_ = true;
   const int to = add(v.width / key_heads * heads, q.dtype);
   Stage& s = stage(Kind::attend, queries, keys, to);
-  s.c = values, s.heads = heads, s.key_heads = key_heads, s.number = scale;
+  s.c = values, s.heads = heads, s.key_heads = key_heads, s.number = scale, s.window = window;
+  return to;
+}
+
+int Program::look(int place, int queries, int heads, int key_heads, float scale, int window) {
+  const Register q = at(queries);
+  if (heads < 1 || key_heads < 1 || heads % key_heads || q.width % heads) refuse("heads", text(heads) + " over " + text(key_heads), "whole groups");
+  if (window < 0 || place < 0 || place > lent_) refuse("window and place", text(window) + " and " + text(place), "a number of keys, or 0, and the next place");
+  lent_ = std::max(lent_, place + 1);
+  const int to = add(q.width, q.dtype);
+  Stage& s = stage(Kind::look, queries, queries, to);
+  s.place = place, s.heads = heads, s.key_heads = key_heads, s.number = scale, s.window = window;
   return to;
 }
 
@@ -221,7 +245,7 @@ void Program::output(int from, int heads) {
 
 std::vector<mx::array> Program::call(const std::shared_ptr<const Program>& program, std::vector<mx::array> inputs,
                                      const std::variant<int, mx::array>& offset, const std::optional<Storage>& storage,
-                                     mx::StreamOrDevice stream) {
+                                     const std::vector<Lent>& lent, mx::StreamOrDevice stream) {
   const auto& ports = program->inputs_;
   if (inputs.size() != ports.size() || inputs.empty() || program->outputs_.empty()) {
     refuse("inputs", text(inputs.size()), text(ports.size()) + ", and some output");
@@ -250,6 +274,26 @@ std::vector<mx::array> Program::call(const std::shared_ptr<const Program>& progr
     if (!fits || each->dtype() != mx::int32) refuse("offset", text(each->dtype()) + " of shape " + text(each->shape()), "int32, one for all or shape (" + text(B) + ",)");
     inputs.push_back(each->ndim() == 1 ? *each : mx::reshape(*each, {1}, stream));
   }
+  if (int(lent.size()) != program->lent_) refuse("lent storages", text(lent.size()), text(program->lent_));
+  const size_t first_lent = inputs.size();
+  Call call{};
+  call.offset = each ? 0 : std::get<int>(offset);
+  for (const Stage& s : program->stages_) {
+    if (s.kind != Kind::look) continue;
+    const Lent& one = lent[size_t(s.place)];
+    const Register& q = program->registers_[size_t(s.a)];
+    auto fits = [&](const mx::array& a) {
+      return a.ndim() == 4 && a.dtype() == q.dtype && a.shape(0) == 1 && a.shape(1) == s.key_heads && a.shape(3) == q.width / s.heads && a.shape(2) >= one.end;
+    };
+    if (B != 1 || !fits(one.keys) || !fits(one.values) || one.low < 0 || one.low > one.end - L) {
+      refuse("lent storage " + text(s.place), text(one.keys.shape()) + " and " + text(one.values.shape()) + " read from " + text(one.low) + " to " + text(one.end),
+             "keys and values of " + text(s.key_heads) + " heads, with a key for each row of one batch");
+    }
+  }
+  for (const Lent& one : lent) {
+    call.lent.push_back({}), call.lent.back().low = one.low, call.lent.back().start = one.end - L;
+    inputs.push_back(one.keys), inputs.push_back(one.values);
+  }
   if (program->attends_ != storage.has_value()) refuse("storage", storage ? "some" : "none", storage ? "none" : "some");
   if (storage) {
     const auto& stages = program->stages_;
@@ -267,8 +311,8 @@ std::vector<mx::array> Program::call(const std::shared_ptr<const Program>& progr
     inputs.push_back(storage->keys), inputs.push_back(storage->values);
     for (auto* kept : {&storage->keys, &storage->values}) shapes.push_back(kept->shape()), dtypes.push_back(kept->dtype());
   }
-  auto primitive = std::make_shared<RowProgram>(mx::to_stream(stream), program, each != nullptr, each ? 0 : std::get<int>(offset),
-                                                storage ? storage->low : 0, storage ? storage->start : 0);
+  if (storage) call.own.low = storage->low, call.own.start = storage->start;
+  auto primitive = std::make_shared<RowProgram>(mx::to_stream(stream), program, first_lent, each != nullptr, std::move(call));
   return mx::array::make_arrays(std::move(shapes), dtypes, primitive, std::move(inputs));
 }
 
@@ -354,12 +398,13 @@ void Program::block(const Block& b, const Call& call) const {
       turned = &s;
       continue;
     }
-    if (s.kind == Kind::attend) {
-      attend(s, b, call);
+    if (s.kind == Kind::attend || s.kind == Kind::look) {
+      if (s.kind == Kind::attend) store(s, b, call.own);
+      attend(s, b, s.kind == Kind::attend ? call.own : call.lent[size_t(s.place)]);
       continue;
     }
     // in pieces of whole vectors: how they are cut never changes a result
-    const int64_t unit = s.kind == Kind::norm ? s.size : 1024, all = rows * to.width;
+    const int64_t unit = s.kind == Kind::norm ? s.size : s.kind == Kind::scale ? to.width : 1024, all = rows * to.width;
     const int64_t enough = s.kind == Kind::combine && (s.op == Rowwise::silu || s.op == Rowwise::gelu) ? SERIAL / 8 : SERIAL;
     const int64_t units = (all + unit - 1) / unit, step = std::max<int64_t>(1, enough / 4 / unit);
     auto piece = [&](int64_t p) {
@@ -367,6 +412,12 @@ void Program::block(const Block& b, const Call& call) const {
       const int64_t item = int64_t(mx::size_of(from.dtype)), y_item = int64_t(mx::size_of(to.dtype));
       if (s.kind == Kind::combine) {
         k.rowwise(s.op, data[s.a] + first * item, data[s.b] + first * item, type, last - first, data[s.to] + first * y_item);
+        return;
+      }
+      if (s.kind == Kind::scale) {
+        for (int64_t e = first; e < last; e += to.width) {
+          k.rowwise(Rowwise::multiply, data[s.a] + e * item, s.weight->data<char>(), type, to.width, data[s.to] + e * item);
+        }
         return;
       }
       const void* weight = s.weight ? s.weight->data<char>() : nullptr;
@@ -414,41 +465,74 @@ void Program::turn(const Stage& s, const Block& b, const Call& call, bool fresh)
   }
 }
 
-// Stores the keys and values of a block, then attends: a row sees what was stored up to itself.
-void Program::attend(const Stage& s, const Block& b, const Call& call) const {
-  const Register &from = registers_[size_t(s.a)], &key = registers_[size_t(s.b)], &value = registers_[size_t(s.c)], &to = registers_[size_t(s.to)];
-  const int64_t D = from.width / s.heads, Dv = value.width / s.key_heads, group = s.heads / s.key_heads;
-  const int64_t q_item = int64_t(mx::size_of(from.dtype)), item = int64_t(mx::size_of(key.dtype));
-  const int64_t start = call.start + b.first;
+void Program::Store::lies_in(const mx::array& k, const mx::array& v) {
+  auto lie = [&](int which, const mx::array& a, int64_t* strides) {
+    if (a.strides(3) == 1) {
+      strides[0] = a.strides(1), strides[1] = a.strides(2);
+      return const_cast<char*>(a.data<char>());
+    }
+    copies[which] = std::make_shared<Contiguous>(a);
+    strides[0] = int64_t(a.shape(2)) * a.shape(3), strides[1] = a.shape(3);
+    return const_cast<char*>(static_cast<const char*>(copies[which]->get()));
+  };
+  keys = lie(0, k, key_strides), values = lie(1, v, value_strides);
+}
+
+// Stores the keys and values of a block.
+void Program::store(const Stage& s, const Block& b, const Store& into) const {
+  const Register &key = registers_[size_t(s.b)], &value = registers_[size_t(s.c)];
+  const int64_t D = key.width / s.key_heads, Dv = value.width / s.key_heads, item = int64_t(mx::size_of(key.dtype));
   for (int64_t r = 0; r < b.rows; r++) {
     for (int64_t h = 0; h < s.key_heads; h++) {
-      char* k_row = call.keys + (h * call.key_strides[0] + (start + r) * call.key_strides[1]) * item;
-      char* v_row = call.values + (h * call.value_strides[0] + (start + r) * call.value_strides[1]) * item;
-      memcpy(k_row, b.data[s.b] + (r * key.width + h * D) * item, size_t(D * item));
-      memcpy(v_row, b.data[s.c] + (r * value.width + h * Dv) * item, size_t(Dv * item));
+      const int64_t row = into.start + b.first + r;
+      memcpy(into.keys + (h * into.key_strides[0] + row * into.key_strides[1]) * item, b.data[s.b] + (r * key.width + h * D) * item, size_t(D * item));
+      memcpy(into.values + (h * into.value_strides[0] + row * into.value_strides[1]) * item, b.data[s.c] + (r * value.width + h * Dv) * item, size_t(Dv * item));
     }
   }
+}
+
+// Attends: a row sees what is stored up to its own place.
+void Program::attend(const Stage& s, const Block& b, const Store& over) const {
+  const Register &from = registers_[size_t(s.a)], &to = registers_[size_t(s.to)];
+  const mx::Dtype stored = s.kind == Kind::attend ? registers_[size_t(s.b)].dtype : from.dtype;
+  const int64_t D = from.width / s.heads, Dv = to.width / s.heads, group = s.heads / s.key_heads;
+  const int64_t q_item = int64_t(mx::size_of(from.dtype)), item = int64_t(mx::size_of(stored));
+  const int64_t start = over.start + b.first;
   Attention base{};
-  base.q_stride = 1, base.keys.stride = call.key_strides[1] * item, base.values.stride = call.value_strides[1] * item;
+  base.q_stride = 1, base.keys.stride = over.key_strides[1] * item, base.values.stride = over.value_strides[1] * item;
   base.D = D, base.value_D = Dv, base.scale = s.number;
-  base.q_type = *stored_type(from.dtype), base.type = *stored_type(key.dtype), base.y_type = *stored_type(to.dtype);
+  base.q_type = *stored_type(from.dtype), base.type = *stored_type(stored), base.y_type = *stored_type(to.dtype);
+  // the first stored row that row l sees
+  auto low = [&](int64_t l) { return s.window ? std::max<int64_t>(over.low, start + l + 1 - s.window) : over.low; };
   // the rows of a task share a key head: query heads of its group and positions, positions slowest
   const int64_t rows = group * b.rows, blocks = (rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
   std::vector<Attention> tasks(size_t(s.key_heads * blocks), base);
+  std::vector<uint8_t> flags;  // of tasks whose rows see windows of their own
+  const int64_t longest = start + b.rows - low(0);
+  if (low(b.rows - 1) > low(0)) flags.resize(tasks.size() * size_t(ATTENTION_ROWS * longest));
   for (size_t n = 0; n < tasks.size(); n++) {
     const int64_t place = int64_t(n) % blocks, kv_head = int64_t(n) / blocks;
     Attention& a = tasks[n];
-    a.keys.data = call.keys + (kv_head * call.key_strides[0] + call.low * call.key_strides[1]) * item;
-    a.values.data = call.values + (kv_head * call.value_strides[0] + call.low * call.value_strides[1]) * item;
     a.rows = int(std::min<int64_t>(ATTENTION_ROWS, rows - place * ATTENTION_ROWS));
+    const int64_t first = place * ATTENTION_ROWS / group, last = (place * ATTENTION_ROWS + a.rows - 1) / group;
+    const int64_t bottom = low(first);
+    a.count = start + last + 1 - bottom;
+    a.keys.data = over.keys + (kv_head * over.key_strides[0] + bottom * over.key_strides[1]) * item;
+    a.values.data = over.values + (kv_head * over.value_strides[0] + bottom * over.value_strides[1]) * item;
+    const bool apart = low(last) > bottom;
+    if (apart) a.mask_kind = Mask::flags, a.mask_stride = 1;
     for (int r = 0; r < a.rows; r++) {
       const int64_t row = place * ATTENTION_ROWS + r, l = row / group, h = kv_head * group + row % group;
       a.q[r] = b.data[s.a] + (l * from.width + h * D) * q_item;
       a.y[r] = b.data[s.to] + (l * to.width + h * Dv) * q_item;
-      a.visible[r] = a.count = start + l + 1 - call.low;
+      a.visible[r] = start + l + 1 - bottom;
+      if (!apart) continue;
+      uint8_t* seen = flags.data() + (int64_t(n) * ATTENTION_ROWS + r) * longest;
+      for (int64_t t = 0; t < a.count; t++) seen[t] = bottom + t >= low(l);
+      a.mask[r] = seen;
     }
   }
-  attend_all(tasks, b.rows * s.heads * (start + b.rows - call.low) * (D + Dv));
+  attend_all(tasks, b.rows * s.heads * longest * (D + Dv));
 }
 
 }  // namespace spec

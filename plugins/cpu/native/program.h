@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include "arrays.h"
 #include "kernels.h"
 #include "linear.h"
 
@@ -32,9 +33,15 @@ class Program {
   int combine(const std::string& name, int a, int b);
   // As `rope`, on `heads` rows side by side, at the offset that comes with a call.
   int rotate(int from, int heads, int dims, bool neighbours, float scale, const mx::array& inverse);
+  // Every row times weight (width,), or (1,) for all of them.
+  int scale(int from, const mx::array& weight);
   // Attention of queries (heads side by side) over stored keys and values, to which the rows of `keys` and `values` are
-  // added first: causal, of one batch. Once per program; the storage comes with a call.
-  int attend(int queries, int keys, int values, int heads, int key_heads, float scale);
+  // added first: causal, of one batch; a row sees the last `window` keys, all of them when it is 0. Once per program;
+  // the storage comes with a call.
+  int attend(int queries, int keys, int values, int heads, int key_heads, float scale, int window);
+  // The same over storage number `place` of those that are lent to a call, to which nothing is added: the last row of a
+  // call sees its last key, the rows before it one less each.
+  int look(int place, int queries, int heads, int key_heads, float scale, int window);
   // The next output of a call, in the shape `input` would take.
   void output(int from, int heads);
 
@@ -43,24 +50,37 @@ class Program {
     mx::array keys, values;
     int low, start;
   };
+  // Keys and values (1, key_heads, capacity, D) that are only read, from row `low` up to row `end`.
+  struct Lent {
+    mx::array keys, values;
+    int low, end;
+  };
   // The outputs of a program on inputs whose row l of batch b stands at position offset[b] + l, then the filled storage
   // if it attends; lazy. The storage is written in place when nobody else holds it.
   static std::vector<mx::array> call(const std::shared_ptr<const Program>& program, std::vector<mx::array> inputs,
                                      const std::variant<int, mx::array>& offset, const std::optional<Storage>& storage,
-                                     mx::StreamOrDevice stream);
+                                     const std::vector<Lent>& lent, mx::StreamOrDevice stream);
 
+  // Stored keys and values while a call runs: read from row `low` on, of which row `start` belongs to the first row.
+  struct Store {
+    int low, start;
+    char *keys, *values;
+    int64_t key_strides[2], value_strides[2];  // elements, of a head and a row
+    std::shared_ptr<Contiguous> copies[2];  // of what has its elements apart
+    void lies_in(const mx::array& k, const mx::array& v);
+  };
   // What a call computes with besides its inputs.
   struct Call {
     const mx::array* offsets;  // (B,) int32, or one for all
-    int offset, low, start;
-    char *keys, *values;
-    int64_t key_strides[2], value_strides[2];  // elements, of a head and a row
+    int offset;
+    Store own;
+    std::vector<Store> lent;
   };
   void run(const std::vector<mx::array>& inputs, const Call& call, std::vector<mx::array>& outputs) const;
   bool attends() const { return attends_; }
 
  private:
-  enum class Kind { norm, linear, combine, rotate, attend };
+  enum class Kind { norm, linear, combine, rotate, scale, attend, look };
   struct Register {
     int64_t width;
     mx::Dtype dtype;
@@ -71,7 +91,7 @@ class Program {
   struct Stage {
     Kind kind;
     int a, b, c, to;
-    int heads, key_heads;
+    int heads, key_heads, window, place;
     Rowwise op;
     float number;  // epsilon of a norm, scale of positions or of scores
     int64_t size;  // values a norm or a head spans
@@ -90,9 +110,11 @@ class Program {
   };
   void block(const Block& b, const Call& call) const;
   void turn(const Stage& s, const Block& b, const Call& call, bool fresh) const;
-  void attend(const Stage& s, const Block& b, const Call& call) const;
+  void store(const Stage& s, const Block& b, const Store& into) const;
+  void attend(const Stage& s, const Block& b, const Store& over) const;
 
   bool attends_ = false;
+  int lent_ = 0;  // storages that a call has to lend
   mx::Dtype dtype_;
   std::vector<Register> registers_;
   std::vector<Port> inputs_, outputs_;

@@ -24,6 +24,7 @@ NEEDS_LIBRARY = (
     "test_packed_attention.py",
     "test_gated_delta.py",
     "test_layers.py",
+    "test_gemma_layers.py",
     "test_activation.py",
     "test_convolution.py",
     "test_rope.py",

@@ -50,12 +50,14 @@ def everything(dtype: mx.Dtype, packing: Any = PACKINGS[0]) -> Recipe:
     q, k, v = (recipe.linear(normed, **weights[i]) for i in range(3))
     q = recipe.rotate(recipe.norm(q, None, 1e-6, 16), 5, 16, False, 1.0, INVERSE)
     k = recipe.rotate(k, 1, 16, True, 0.5, INVERSE)
-    recipe.attend(q, k, v, 5, 1, 0.25)
+    recipe.attend(q, k, v, 5, 1, 0.25, 6)
+    seen = recipe.look(0, q, 5, 1, 0.25, 5)
     h = recipe.combine("add", recipe.combine("multiply", x, side), recipe.linear(side, **weights[3]))
     gate, up = recipe.linear(h, **weights[4]), recipe.linear(h, **weights[5])
     for name in ("silu", "gelu"):
         recipe.output(recipe.combine(name, gate, up))
     recipe.output(8), recipe.output(q, 5), recipe.output(h, 4)
+    recipe.output(recipe.scale(recipe.scale(seen, normal(80, seed=8, dtype=dtype)), mx.array([0.3], dtype)))
     return recipe
 
 
@@ -68,12 +70,22 @@ def wide(value: Any) -> Any:
             Step(s.op, tuple(map(wide, s.args)), {k: wide(a) for k, a in s.given.items()}) for s in value.steps
         ]
         return out
+    if isinstance(value, list | tuple):
+        return type(value)(map(wide, value))
     return value.astype(mx.float32) if isinstance(value, mx.array) and value.dtype in DTYPES else value
 
 
 def place(rows: int, dtype: mx.Dtype, start: int = 9, low: int = 2) -> dict[str, Any]:
     keys, values = normal(1, 1, 40, 16, seed=5, dtype=dtype), normal(1, 1, 40, 16, seed=6, dtype=dtype)
-    return {"offset": start, "keys": keys, "values": values, "low": low, "start": start}
+    read = [normal(1, 1, 64, 16, seed=seed, dtype=dtype) for seed in (7, 8)]
+    return {
+        "offset": start,
+        "keys": keys,
+        "values": values,
+        "low": low,
+        "start": start,
+        "lent": [(*read, 3, start + 4 + rows)],
+    }
 
 
 def inputs(rows: int, dtype: mx.Dtype) -> list[mx.array]:
@@ -104,8 +116,8 @@ def test_a_row_has_its_bytes_in_every_block(library: Any, dtype: mx.Dtype, kerne
         where = place(1, dtype)
         for r in range(rows):
             *step, where["keys"], where["values"] = run(recipe, x[:, r : r + 1], side[:, :, r : r + 1], **where)
-            where |= {"offset": 10 + r, "start": 10 + r}
-            for i, axis in enumerate((1, 1, 1, 2, 2)):
+            where |= {"offset": 10 + r, "start": 10 + r, "lent": [(*where["lent"][0][:3], 15 + r)]}
+            for i, axis in enumerate((1, 1, 1, 2, 2, 1)):
                 assert raw(mx.contiguous(mx.take(block[i], mx.array([r]), axis=axis))) == raw(step[i]), (threads, r, i)
         assert raw(where["keys"]) == raw(block[-2]) and raw(where["values"]) == raw(block[-1])
 
@@ -164,6 +176,19 @@ def test_storage_is_filled_in_place_unless_somebody_holds_it() -> None:
     assert mx.get_peak_memory() - held < 1 << 20
 
 
+def test_what_is_lent_is_read_wherever_its_elements_lie() -> None:
+    recipe = Recipe()
+    recipe.output(recipe.look(0, recipe.input(24), 2, 2, 0.5))
+    program, q = recipe.build(mx.float32), normal(1, 2, 24)
+    apart = [normal(1, 9, 2, 24, seed=seed).swapaxes(1, 2)[..., ::2] for seed in (1, 2)]
+    together = [mx.contiguous(a) for a in apart]
+    mx.eval(together)
+    before = [raw(a) for a in together]
+    found = [program(q, lent=[(*stored, 1, 8)])[0] for stored in (apart, together)]
+    assert raw(found[0]) == raw(found[1]) and [raw(a) for a in together] == before
+    assert alike([found[0]], layer_reference(recipe, q, lent=[(*apart, 1, 8)]), mx.float32)
+
+
 @pytest.mark.parametrize(
     ("build", "found"),
     [
@@ -181,6 +206,11 @@ def test_storage_is_filled_in_place_unless_somebody_holds_it() -> None:
         (lambda r: r.rotate(r.input(32), 2, 8, False, 1.0, INVERSE), "inverse wavelengths: found float32 of shape (8)"),
         (lambda r: r.attend(r.input(12), r.input(8), r.input(8), 3, 2, 1.0), "heads: found 3 over 2"),
         (lambda r: r.attend(r.input(12), r.input(8), r.input(8), 2, 2, 1.0), "queries, keys and values: found 12, 8"),
+        (lambda r: r.attend(r.input(8), r.input(8), r.input(8), 2, 2, 1.0, -1), "window: found -1"),
+        (lambda r: r.look(0, r.input(12), 5, 1, 1.0), "heads: found 5 over 1"),
+        (lambda r: r.look(1, r.input(12), 2, 1, 1.0), "window and place: found 0 and 1"),
+        (lambda r: r.scale(r.input(8), mx.ones((7,))), "scale: found float32 of shape (7)"),
+        (lambda r: r.scale(r.input(8), mx.ones((8,), mx.float16)), "scale: found float16 of shape (8)"),
     ],
 )
 def test_what_does_not_fit_is_refused_when_it_is_built(build: Callable[[Recipe], Any], found: str) -> None:
@@ -214,6 +244,18 @@ def test_what_does_not_fit_is_refused_when_it_is_called() -> None:
     for given, where, found in cases:
         with pytest.raises(ValueError, match=".*") as refused:
             program(*given, **where)
+        assert str(refused.value).startswith(found), str(refused.value)
+    recipe = Recipe()
+    recipe.output(recipe.look(0, recipe.input(16), 1, 1, 1.0))
+    program, two = recipe.build(mx.float32), rows[0]
+    for lent, found in (
+        ([], "lent storages: found 0"),
+        ([(room, room, 0, 9)], "lent storage 0: found (1,1,8,16)"),
+        ([(room, room, 3, 4)], "lent storage 0: found (1,1,8,16)"),
+        ([(room, room.astype(mx.float16), 0, 4)], "lent storage 0: found (1,1,8,16)"),
+    ):
+        with pytest.raises(ValueError, match=".*") as refused:
+            program(two, lent=lent)
         assert str(refused.value).startswith(found), str(refused.value)
     with pytest.raises(ValueError, match="activations: found int32"):
         recipe.build(mx.int32)

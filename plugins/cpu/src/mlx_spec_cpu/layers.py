@@ -10,7 +10,6 @@ is replaced by something else later, its own code runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from itertools import chain
@@ -24,6 +23,7 @@ from mlx_spec.state import KVState
 
 from .activation import acting
 from .attention import attend, attending
+from .blueprint import Run, stays, width
 from .modules import RowLinear, RowQuantizedLinear, RowRMSNorm, packed
 from .recipe import Recipe
 from .rope import rotation
@@ -31,8 +31,6 @@ from .twins import twin
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Modules of mlx-lm whose TransformerBlock is h = x + attention(norm(x)), then h + down(silu(gate) * up) of norm(h)."""
-
-Run = Callable[..., list[mx.array]]
 
 
 class Held:
@@ -43,7 +41,9 @@ class Held:
         self.holders = list(block.modules())
         self.parts = [part for holder in self.holders for part in holder.values()]
         self.runs: tuple[Run, Run, Run] | None = None
-        if covered(block) and all(_stays(part, dtype) for part in self.parts):
+        # names with an underscore are no parameters: wavelengths, say, which only turn what they are given
+        own = [part for holder in self.holders for name, part in holder.items() if not name.startswith("_")]
+        if covered(block) and all(stays(part, dtype) for part in own):
             at_once, before, after = whole(block), before_attention(block), after_attention(block)
             self.runs = at_once.build(dtype), before.build(dtype), after.build(dtype)
 
@@ -81,7 +81,7 @@ def run_block(block: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None
 def whole(block: Any) -> Recipe:
     """x -> what the layer gives, attention included."""
     attention, recipe = block.self_attn, Recipe()
-    x = recipe.input(_width(attention.q_proj))
+    x = recipe.input(width(attention.q_proj))
     queries, keys, values = _before(recipe, x, block)
     attended = recipe.attend(queries, keys, values, attention.n_heads, attention.n_kv_heads, attention.scale)
     recipe.output(_after(recipe, x, attended, block))
@@ -91,7 +91,7 @@ def whole(block: Any) -> Recipe:
 def before_attention(block: Any) -> Recipe:
     """x -> queries (B, H, L, D), keys and values (B, Hkv, L, D)."""
     attention, recipe = block.self_attn, Recipe()
-    made = _before(recipe, recipe.input(_width(attention.q_proj)), block)
+    made = _before(recipe, recipe.input(width(attention.q_proj)), block)
     for result, heads in zip(made, (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads), strict=True):
         recipe.output(result, heads)
     return recipe
@@ -100,8 +100,8 @@ def before_attention(block: Any) -> Recipe:
 def after_attention(block: Any) -> Recipe:
     """x, what the attention gave (B, H, L, D) -> what the layer gives."""
     attention, recipe = block.self_attn, Recipe()
-    x = recipe.input(_width(attention.q_proj))
-    recipe.output(_after(recipe, x, recipe.input(_width(attention.o_proj), attention.n_heads), block))
+    x = recipe.input(width(attention.q_proj))
+    recipe.output(_after(recipe, x, recipe.input(width(attention.o_proj), attention.n_heads), block))
     return recipe
 
 
@@ -164,19 +164,6 @@ def _subclass(kind: Any) -> type:
         return kind.__call__(self, x, mask, cache) if y is None else y
 
     return type(f"Row{kind.__name__}", (kind,), {"__call__": call, "__doc__": kind.__doc__, "__module__": __name__})
-
-
-def _stays(array: Any, dtype: mx.Dtype) -> bool:
-    """Whether an operation with this parameter gives what it is given: activations of `dtype`."""
-    if not isinstance(array, mx.array) or not mx.issubdtype(array.dtype, mx.floating):
-        return True
-    return (mx.zeros((), dtype) + mx.zeros((), array.dtype)).dtype == dtype
-
-
-def _width(layer: Any) -> int:
-    """Values a linear layer takes."""
-    weight = layer["weight"]
-    return int(weight.shape[-1] * 32 // layer.bits if "scales" in layer else weight.shape[-1])
 
 
 def _linear(recipe: Recipe, of: int, layer: Any) -> int:

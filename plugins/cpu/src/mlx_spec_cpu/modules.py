@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import gemma3_text, gemma4_text
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_spec.kernels import swap_modules
@@ -104,6 +105,22 @@ class RowRMSNorm(nn.RMSNorm):
         return library().rms_norm(x, self["weight"], self.eps) if x.dtype in FLOATS else super().__call__(x)
 
 
+class RowRMSNormNoScale(gemma4_text.RMSNormNoScale):
+    """mlx-lm's norm without weights."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (..., D) -> (..., D)."""
+        return library().rms_norm(x, None, self.eps) if x.dtype in FLOATS else super().__call__(x)
+
+
+class RowGemmaNorm(gemma3_text.RMSNorm):
+    """mlx-lm's norm of Gemma 3: times 1 + weight."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (..., D) -> (..., D)."""
+        return library().rms_norm(x, 1.0 + self["weight"], self.eps) if x.dtype in FLOATS else super().__call__(x)
+
+
 def packed(layer: Any) -> dict[str, Any]:
     """Weights of a quantised layer, as the library takes them."""
     return {
@@ -141,16 +158,20 @@ EXPERTS: tuple[Rule, ...] = (
     (SwitchLinear, RowSwitchLinear, _plain),
     (QuantizedSwitchLinear, RowQuantizedSwitchLinear, _known_packing),
 )
-NORM: tuple[Rule, ...] = ((nn.RMSNorm, RowRMSNorm, _plain),)
+NORM: tuple[Rule, ...] = (
+    (nn.RMSNorm, RowRMSNorm, _plain),
+    (gemma3_text.RMSNorm, RowGemmaNorm, _plain),
+    (gemma4_text.RMSNormNoScale, RowRMSNormNoScale, lambda _: True),
+)
 
 
 def swap_tree(module: nn.Module) -> nn.Module:
     """`module` with every layer replaced that a kernel covers."""
-    from .layers import swap_block
+    from .operations import swap_layers
 
     library()
     for rules in (LINEAR, EXPERTS, NORM, ROPE, RECURRENCE, CONVOLUTION):
         module, _ = swap_modules(module, swapper(rules))
-    for swap in (swap_attention, swap_activation, swap_block):
+    for swap in (swap_attention, swap_activation, swap_layers):
         module, _ = swap_modules(module, swap)
     return module

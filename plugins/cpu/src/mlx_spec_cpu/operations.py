@@ -290,10 +290,12 @@ def swap_attention(module: nn.Module) -> nn.Module | None:
 
 
 def swap_layers(module: nn.Module) -> nn.Module | None:
-    """Decoder layers of mlx-lm whose parts run on the kernels."""
+    """Decoder layers of mlx-lm whose parts run on the kernels, and modules that describe themselves."""
+    from .blueprint import swap_described
+    from .gemma import swap_gemma
     from .layers import swap_block
 
-    return swap_block(module)
+    return next((new for swap in (swap_block, swap_gemma, swap_described) if (new := swap(module)) is not None), None)
 
 
 def swap_activation(module: nn.Module) -> nn.Module | None:

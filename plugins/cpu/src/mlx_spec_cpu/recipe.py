@@ -8,7 +8,7 @@ A recipe is written once per layer. Its steps number their results as they go, i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ import mlx.nn as nn
 
 from .native import library
 from .operations import attention_reference, linear_reference, rms_norm_reference, rope_reference
+
+Lent = tuple[mx.array, mx.array, int, int]
+"""Keys and values (1, Hkv, capacity, D) to be read from the first of these rows up to the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +67,29 @@ class Recipe:
         """Rotary positions of `heads` side by side, as `rope_reference` has them, at the offset of the call."""
         return self._add("rotate", of, heads, dims, neighbours, scale, inverse)
 
-    def attend(self, queries: int, keys: int, values: int, heads: int, key_heads: int, scale: float) -> int:
-        """Causal attention over stored keys and values, after `keys` and `values` were added to them; once."""
-        return self._add("attend", queries, keys, values, heads, key_heads, scale)
+    def scale(self, of: int, weight: mx.array) -> int:
+        """Every row times weight (width,), or (1,) for all of it."""
+        return self._add("scale", of, weight)
+
+    def attend(
+        self, queries: int, keys: int, values: int, heads: int, key_heads: int, scale: float, window: int = 0
+    ) -> int:
+        """Causal attention over stored keys and values, after `keys` and `values` were added to them; once.
+
+        window: keys a row sees, its own the last of them; 0 for all.
+        """
+        return self._add("attend", queries, keys, values, heads, key_heads, scale, window)
+
+    def look(self, place: int, queries: int, heads: int, key_heads: int, scale: float, window: int = 0) -> int:
+        """As `attend` over storage number `place` of those lent to a call, which the rows of the call end."""
+        return self._add("look", place, queries, heads, key_heads, scale, window)
 
     def output(self, of: int, heads: int = 0) -> None:
         """The next output, in the shape an input would have."""
         self.outputs.append((of, heads))
 
     def build(self, dtype: mx.Dtype) -> Callable[..., list[mx.array]]:
-        """function(*inputs of dtype, offset=0, keys, values, low, start) -> outputs, as `by_mlx`.
+        """function(*inputs of dtype, offset=0, keys, values, low, start, lent) -> outputs, as `by_mlx`.
 
         One operation of the library. It holds the weights. Storage is filled in place when nobody else holds it
         by then.
@@ -94,6 +110,7 @@ def by_mlx(
     values: mx.array | None = None,
     low: int = 0,
     start: int = 0,
+    lent: Sequence[Lent] = (),
 ) -> list[mx.array]:
     """The outputs of a recipe, by mlx's own operations; then, when it attends, the filled storage."""
     waiting = iter(inputs)
@@ -112,16 +129,23 @@ def by_mlx(
             of, heads, dims, neighbours, scale, inverse = step.args
             turned = rope_reference(_apart(results[of], heads), dims, neighbours, scale, inverse, offset)
             results.append(_side_by_side(turned, heads))
+        elif step.op == "scale":
+            results.append(results[step.args[0]] * step.args[1])
+        elif step.op == "look":
+            place, queries, heads, _, scale, window = step.args
+            stored, upto = lent[place][:2], lent[place][3]
+            q, (k, v) = _apart(results[queries], heads), (a[:, :, lent[place][2] : upto] for a in stored)
+            results.append(_side_by_side(_attention(q, k, v, scale, window), heads))
         elif step.op == "attend":
-            queries, new_keys, new_values, heads, key_heads, scale = step.args
+            queries, new_keys, new_values, heads, key_heads, scale, window = step.args
             k, v = _apart(results[new_keys], key_heads), _apart(results[new_values], key_heads)
             end = start + k.shape[2]
-            for stored, new in ((keys, k), (values, v)):
-                if stored is None:
+            for held, new in ((keys, k), (values, v)):
+                if held is None:
                     raise ValueError("a recipe that attends needs keys and values")
-                filled.append(mx.slice_update(stored, new, mx.array([start]), axes=(2,)))
-            q, (seen_keys, seen_values) = _apart(results[queries], heads), (a[:, :, low:end] for a in filled)
-            results.append(_side_by_side(attention_reference(q, seen_keys, seen_values, scale, causal=True), heads))
+                filled.append(mx.slice_update(held, new, mx.array([start]), axes=(2,)))
+            q, (k, v) = _apart(results[queries], heads), (a[:, :, low:end] for a in filled)
+            results.append(_side_by_side(_attention(q, k, v, scale, window), heads))
         else:
             name, first, second = step.args
             results.append(_COMBINE[name](results[first], results[second]))
@@ -134,6 +158,15 @@ _COMBINE: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
     "silu": lambda a, b: nn.silu(a) * b,
     "gelu": lambda a, b: nn.gelu_approx(a) * b,
 }
+
+
+def _attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, window: int) -> mx.array:
+    """The last query sees the last key; with a window, each the `window` keys up to its own."""
+    if not window:
+        return attention_reference(queries, keys, values, scale, causal=True)
+    L, T = queries.shape[2], keys.shape[2]
+    ahead = mx.arange(T - L, T)[:, None] - mx.arange(T)
+    return attention_reference(queries, keys, values, scale, (ahead >= 0) & (ahead < window))
 
 
 def _side_by_side(x: mx.array, heads: int) -> mx.array:

@@ -30,7 +30,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from mlx_spec.draft_state import DraftState
 from mlx_spec.errors import LoadError
 from mlx_spec.models import Drafter, Target
-from mlx_spec.state import narrow, visible_mask
+from mlx_spec.state import Room, narrow, visible_mask
 from mlx_spec.types import Capabilities, Draft, DrafterCard, ModelRef
 
 from .config import FULL, SLIDING, AssistantConfig, assistant_config
@@ -67,11 +67,41 @@ class SharedKV:
             mask = mask | mx.array([n == 0 for n in view.lengths])[:, None, None, None]
         return cls(seen, mask)
 
-    def attend(self, queries: mx.array) -> mx.array:
-        """queries (B, heads, 1, D) -> (B, heads, 1, D)."""
-        view = self.view
-        cache = view if view.bits is not None else None  # the view carries bits and group_size
-        return scaled_dot_product_attention(queries, view.keys, view.values, cache=cache, scale=1.0, mask=self.mask)
+
+class TargetKV:
+    """The target's K/V as the positions of one draft see them, by layer type; made when first asked for.
+
+    Args:
+        states: the target's states.
+        sources: layer type -> index of the state that is read.
+        positions: of the queries (B,).
+        windows: layer type -> keys a query sees, None for all.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[Any],
+        sources: Mapping[Any, int],
+        positions: Sequence[int],
+        windows: Mapping[Any, int | None],
+    ):
+        self._states = {kind: states[source] for kind, source in sources.items()}
+        self._positions, self._windows = positions, windows
+        self._seen: dict[str, SharedKV] = {}
+        self._lent: list[Room | None] | None = None
+
+    def __getitem__(self, kind: str) -> SharedKV:
+        """What layers of this type attend to."""
+        if kind not in self._seen:
+            self._seen[kind] = SharedKV.of(self._states[kind].view(), self._positions, self._windows[kind])
+        return self._seen[kind]
+
+    def lent(self) -> list[Room | None]:
+        """Storage per layer type, in the order of `sources`; None where it cannot be read as it lies."""
+        if self._lent is None:
+            lend = [(getattr(state, "lent", None), self._windows[kind]) for kind, state in self._states.items()]
+            self._lent = [None if ask is None else ask(self._positions[0], window) for ask, window in lend]
+        return self._lent
 
 
 class AssistantAttention(nn.Module):
@@ -81,6 +111,7 @@ class AssistantAttention(nn.Module):
         super().__init__()
         text = config.text
         self.heads, self.width = text.num_attention_heads, text.width(layer_type)
+        self.key_heads = text.kv_heads(layer_type)
         self.q_proj = nn.Linear(text.hidden_size, self.heads * self.width, bias=False)
         self.o_proj = nn.Linear(self.heads * self.width, text.hidden_size, bias=False)
         self.q_norm = nn.RMSNorm(self.width, eps=text.rms_norm_eps)
@@ -97,6 +128,12 @@ class AssistantAttention(nn.Module):
         """x (B, 1, h) -> (B, heads, 1, D), not rotated yet."""
         # one position per row: (B, 1, heads * D) is (B, heads, 1, D) in memory already
         return self.q_norm(self.q_proj(x).reshape(x.shape[0], self.heads, 1, self.width))
+
+    def __call__(self, queries: mx.array, shared: SharedKV) -> mx.array:
+        """queries (B, heads, 1, D) -> (B, heads, 1, D)."""
+        view = shared.view
+        cache = view if view.bits is not None else None  # the view carries bits and group_size
+        return scaled_dot_product_attention(queries, view.keys, view.values, cache=cache, scale=1.0, mask=shared.mask)
 
     def merge(self, attended: mx.array) -> mx.array:
         """attended (B, heads, 1, D) -> (B, 1, h)."""
@@ -141,7 +178,7 @@ class AssistantLayer(nn.Module):
     def __call__(self, x: mx.array, shared: SharedKV, offset: int | mx.array) -> mx.array:
         """x (B, 1, h), offset the position of its query -> (B, 1, h)."""
         queries = self.self_attn.rope(self._before(x), offset=offset)
-        return self._after(x, shared.attend(queries))
+        return self._after(x, self.self_attn(queries, shared))
 
     def _queries(self, x: mx.array) -> mx.array:
         return self.self_attn.queries(self.input_layernorm(x))
@@ -200,6 +237,7 @@ class Gemma4Assistant(nn.Module):
     def __init__(self, config: AssistantConfig):
         super().__init__()
         h, H = config.text.hidden_size, config.backbone_hidden_size
+        self.width = 2 * H
         self.model = AssistantStack(config)
         self.pre_projection = nn.Linear(2 * H, h, bias=False)
         self.post_projection = nn.Linear(h, H, bias=False)
@@ -208,20 +246,54 @@ class Gemma4Assistant(nn.Module):
         if config.use_ordered_embeddings:
             self.masked_embedding = CentroidHead(config)
 
-    def __call__(
-        self, embedded: mx.array, hidden: mx.array, shared: Mapping[str, SharedKV], offset: int | mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """embedded, hidden (B, H) -> logits (B, V), hidden for the next step (B, H)."""
-        dtype = self.model.norm.weight.dtype  # norms are never quantised
-        x = mx.concatenate([embedded.astype(dtype), hidden.astype(dtype)], axis=-1)
-        x = self.pre_projection(x)[:, None]
+    def __call__(self, x: mx.array, shared: TargetKV, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+        """x (B, 1, 2H), embedding first -> what `logits` reads (B, 1, V or h), next hidden (B, 1, H)."""
+        x = self.pre_projection(x)
         for layer in self.model.layers:
             x = layer(x, shared[layer.layer_type], offset)
-        n = self.model.norm(x).squeeze(1)
-        return self.head(n), self.post_projection(n)
+        n = self.model.norm(x)
+        return n if "masked_embedding" in self else self.head(n), self.post_projection(n)
+
+    def logits(self, read: mx.array) -> mx.array:
+        """What a call gave first -> logits (B, V)."""
+        read = read.squeeze(1)
+        return self.head(read) if "masked_embedding" in self else read
+
+    # -- for kernels that run modules as one operation -------------------------------------------------
+
+    def arrange(
+        self, x: mx.array, shared: TargetKV, offset: int | mx.array
+    ) -> tuple[list[mx.array], dict[str, Any]] | None:
+        """A call's inputs and where it reads; None for several rows, packed K/V, or K/V of another dtype."""
+        if not isinstance(offset, int):
+            return None
+        lent = [room for room in shared.lent() if room is not None and room.keys.dtype == x.dtype]
+        return ([x], {"offset": offset, "lent": lent}) if len(lent) == len(shared.lent()) else None
+
+    def describe(self, b: Any) -> None:
+        """The same as `__call__`, written onto a blueprint."""
+        kinds = list(dict.fromkeys(layer.layer_type for layer in self.model.layers))
+        x = b.apply(b.input(self.width), self.pre_projection)
+        for layer in self.model.layers:
+            a, mlp = layer.self_attn, layer.mlp
+            asked = b.normed(b.apply(b.normed(x, layer.input_layernorm), a.q_proj), a.q_norm)
+            asked = b.turn(asked, a.heads, a.rope)
+            read = b.look(kinds.index(layer.layer_type), asked, a.heads, a.key_heads, 1.0)
+            x = b.combine("add", x, b.normed(b.apply(read, a.o_proj), layer.post_attention_layernorm))
+            normed = b.normed(x, layer.pre_feedforward_layernorm)
+            gate, up = b.apply(normed, mlp.gate_proj), b.apply(normed, mlp.up_proj)
+            down = b.apply(b.combine("gelu", gate, up), mlp.down_proj)
+            x = b.combine("add", x, b.normed(down, layer.post_feedforward_layernorm))
+            x = b.weighted(x, layer.layer_scalar)
+        n = b.normed(x, self.model.norm)
+        if "masked_embedding" in self:
+            b.output(n)
+        else:
+            b.output(b.apply(n, self.lm_head) if "lm_head" in self else b.read_out(n, self.model.embed_tokens))
+        b.output(b.apply(n, self.post_projection))
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Post-norm drafter hidden (B, h) -> logits (B, V)."""
+        """Post-norm drafter hidden (..., h), (B, h) for centroids -> logits (..., V)."""
         if "masked_embedding" in self:
             return self.masked_embedding(hidden, self.lm_head if "lm_head" in self else self.model.embed_tokens)
         if "lm_head" in self:
@@ -283,16 +355,17 @@ class Gemma4Drafter(Drafter):
         """One draft step over the lane as it stands: (token (B,), hidden (B, H)) -> (logits, hidden)."""
         states: Sequence[Any] = lane.states
         positions = [max(n + POSITION_SHIFT, 0) for n in lane.lengths]
-        shared = {
-            kind: SharedKV.of(states[source].view(), positions, self._windows[kind])
-            for kind, source in self.sources.items()
-        }
+        shared = TargetKV(states, self.sources, positions, self._windows)
         same = all(p == positions[0] for p in positions)
         offset = positions[0] if same else mx.array(positions, dtype=mx.int32)
         embed = lane.target.embed
 
+        dtype = self.model.model.norm.weight.dtype  # norms are never quantised
+
         def step(token: mx.array, hidden: mx.array) -> tuple[mx.array, mx.array]:
-            return self.model(embed(token), hidden, shared, offset)
+            x = mx.concatenate([embed(token).astype(dtype), hidden.astype(dtype)], axis=-1)
+            read, hidden = self.model(x[:, None], shared, offset)
+            return self.model.logits(read), hidden.squeeze(1)
 
         return step
 
