@@ -202,3 +202,18 @@ def test_entry_names_stay_inside_the_folder(tmp_path):
     assert path.parent == tmp_path / "costs"
     assert write_entry("costs", "../../etc/x", {"a": 1}, tmp_path)
     assert stat.S_ISREG(next((tmp_path / "costs").iterdir()).stat().st_mode)
+
+
+def test_a_narrow_round_costs_no_more_than_a_wide_one():
+    """Timed on a busier machine it may seem to; a wide round counts once it was timed often enough."""
+    costs = BatchCosts()
+    for seconds in (0.01, 0.01, 0.01):
+        costs.observe(0, seconds)
+    for k, seconds in ((1, 0.04), (2, 0.03), (3, 0.02)):
+        costs.observe(k, seconds)
+        costs.observe(k, seconds)
+    assert [costs.steps(k) for k in (1, 2, 3)] == [4, 3, 2]
+    costs.observe(3, 0.02)
+    assert [costs.steps(k) for k in (1, 2, 3)] == [2, 2, 2]
+    assert BatchCosts({0: 0.01, 1: 0.03, 2: 0.02}).steps(1) == 2
+    assert BatchCosts({0: 0.01, 1: 0.02, 2: 0.03}).steps(2) == 3

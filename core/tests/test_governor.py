@@ -286,3 +286,43 @@ def test_nothing_is_logged_while_choosing(caplog):
     with caplog.at_level(logging.DEBUG):
         Governor(3).choose(10)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("costs", "most"), [({1: 1.15, 2: 1.25, 3: 1.35}, 4), ({1: 1.05, 2: 1.1, 3: 1.15}, 12)])
+def test_a_drafter_that_is_always_wrong_is_parked_in_a_few_rounds(costs, most):
+    governor, rounds = Governor(3, model(costs)), 0
+    while (k := governor.choose(10_000)) > 0:
+        governor.observe(k, 0, 0.01 * costs[k])
+        rounds += 1
+    assert rounds <= most
+
+
+def test_refusals_in_a_row_count_for_little_once_something_was_accepted():
+    late, never = AcceptanceEstimate(3), AcceptanceEstimate(3)
+    late.observe(3, 3)
+    for _ in range(4):
+        late.observe(3, 0)
+        never.observe(3, 0)
+    assert never.rates[0] < 0.12 < 0.3 < late.rates[0]
+    never.observe(3, 1)  # one draft that holds brings back what was believed before
+    assert never.rates[0] > 0.3
+
+
+def test_a_state_promises_only_what_is_measured():
+    fresh = Governor(3)
+    for _ in range(PLAIN_FIRST + 1):
+        fresh.observe(fresh.choose(1000), 0, 0.01)
+    assert fresh.choose(1000) == 1 and fresh.state == "K=1: being measured"
+
+    governor = Governor(3, model({1: 1.8, 2: 1.9, 3: 2.0}))
+    while (k := governor.choose(1000)) > 0:
+        governor.observe(k, 0, 0.02)
+    assert governor.state.endswith("x); re-probe in 8 tokens") and "(0." in governor.state
+    for _ in range(8):
+        governor.observe(0, 0, 0.01)
+    assert governor.choose(1000) > 0 and governor.state.endswith("x); probing now")
+    for steps in (1, 2, 3):
+        governor.model.for_batch(1).saved[steps] = 0.01
+        for _ in range(16):
+            governor.model.for_batch(1).observe(steps, 0.01)
+    assert governor.state.startswith("parked at 0.") and "x at K=" in governor.state and " by now; " in governor.state

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 MEMORY_ROUNDS = 30.0
 DEFAULT_RATE = 0.7  # acceptance of a depth before anything is known
 STRENGTH = 3.0  # rounds the prior is worth
+MISSES = 4.0  # refusals in a row, and nothing else, after which what was believed before counts no more
 FADE = 0.99  # a deeper draft is believed slightly less likely than the one before it
 
 
@@ -54,7 +55,10 @@ class AcceptanceEstimate:
             for i, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
                 inherited = rates[-1] * FADE if rates else DEFAULT_RATE
                 base = self._prior[i] if i < len(self._prior) else inherited
-                rates.append((hits + STRENGTH * base) / (trials + STRENGTH))
+                if hits == 0 and trials >= MISSES - 0.5:  # the first of them have faded a little
+                    rates.append(0.5 / (trials + 1.0))
+                else:
+                    rates.append((hits + STRENGTH * base) / (trials + STRENGTH))
             self._rates = rates
         return self._rates
 

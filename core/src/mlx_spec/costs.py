@@ -167,6 +167,12 @@ class BatchCosts:
             known = {k for k in {*self._live, *self.saved} if k > 0 and self.measured(k)}
             # several rows cost at least one row: less only means that plain was timed on a busier machine
             self._known = {0: 1.0} | {k: max(1.0, (self.seconds(k) or plain) / plain) for k in known}
+            # A narrow round costs no more than a wide one: where it seems to, it was timed on a busier machine.
+            least = math.inf
+            for k in sorted(known, reverse=True):
+                self._known[k] = min(self._known[k], least)
+                if self.count(k) >= FIRM or k in self.saved:
+                    least = self._known[k]
         return self._known
 
     def table(self) -> list[dict[str, float]]:

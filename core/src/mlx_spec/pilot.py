@@ -292,11 +292,16 @@ class Pilot:
         if self.tokens < self._dry_until:
             return f"K=0: the drafter had nothing to propose {self._dry} times in a row"
         k, gain = self._last
-        if not self.parked:
-            return f"K={k}: {gain:.2f}x plain expected"
+        if not (self.parked or self.costs.measured(k)):
+            return f"K={k}: being measured"
         tokens, steps = self.crew.expected(k), self.costs.steps(k)
-        wait = max(0, math.ceil(self._resume_at - self.tokens))
+        if not self.parked:
+            seen = tokens / steps
+            return f"K={k}: {seen:.2f}x plain expected" if seen >= 1 else f"K={k}: {seen:.2f}x plain so far, in doubt"
+        wait = math.ceil(self._resume_at - self.tokens)
+        then = "probing now" if self._burst is not None or wait <= 0 else f"re-probe in {wait} tokens"
+        if tokens >= steps:  # learned since: plain steps or saved costs changed what a round is believed to cost
+            return f"parked at {gain:.2f}x plain, {tokens / steps:.2f}x at K={k} by now; {then}"
         return (
-            f"parked: {tokens:.1f} tokens/round at K={k} costs {steps:.1f} plain steps "
-            f"({tokens / steps:.2f}x); re-probe in {wait} tokens"
+            f"parked: {tokens:.1f} tokens/round at K={k} costs {steps:.1f} plain steps ({tokens / steps:.2f}x); {then}"
         )
