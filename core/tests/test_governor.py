@@ -314,6 +314,13 @@ def test_a_state_promises_only_what_is_measured():
         fresh.observe(fresh.choose(1000), 0, 0.01)
     assert fresh.choose(1000) == 1 and fresh.state == "K=1: being measured"
 
+    good = Governor(3, model({1: 1.2, 2: 1.35, 3: 1.5}))
+    for _ in range(20):
+        good.observe(good.choose(1000), 3, 0.015)
+    before = good.state
+    good.observe(good.choose(1), 1, 0.012)  # the last tokens of a reply, which leave no room for more
+    assert before.startswith("K=3: 2.") and good.state[:7] == before[:7]
+
     governor = Governor(3, model({1: 1.8, 2: 1.9, 3: 2.0}))
     while (k := governor.choose(1000)) > 0:
         governor.observe(k, 0, 0.02)

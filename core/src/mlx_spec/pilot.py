@@ -294,7 +294,8 @@ class Pilot:
         k, gain = self._last
         if not (self.parked or self.costs.measured(k)):
             return f"K={k}: being measured"
-        tokens, steps = self.crew.expected(k), self.costs.steps(k)
+        # where there is room for k tokens: the end of a reply, where this is mostly read, has none
+        tokens, steps = Crew([(estimate, k) for estimate, _ in self.crew.rows]).expected(k), self.costs.steps(k)
         if not self.parked:
             seen = tokens / steps
             return f"K={k}: {seen:.2f}x plain expected" if seen >= 1 else f"K={k}: {seen:.2f}x plain so far, in doubt"
