@@ -333,3 +333,21 @@ def test_a_state_promises_only_what_is_measured():
         for _ in range(16):
             governor.model.for_batch(1).observe(steps, 0.01)
     assert governor.state.startswith("parked at 0.") and "x at K=" in governor.state and " by now; " in governor.state
+
+
+def test_a_win_that_rests_on_an_old_plain_cost_is_looked_at_again():
+    """Plain steps were timed on a busy machine; short replies that draft throughout find it out together."""
+    costs = model({1: 1.0, 2: 1.0, 3: 1.0})
+    plain, replies = 0, 0
+    while plain == 0 and replies < 60:
+        governor, tokens = Governor(3, costs), 0
+        while tokens < 100:
+            k = governor.choose(100)
+            for _ in range(1 if k else governor.plain_span()):
+                governor.observe(k, min(k, 2), 0.01 if k else 0.002)
+                tokens += min(k, 2) + 1
+            plain += k == 0
+        governor.finish()
+        replies += 1
+    assert 10 < replies < 40  # far apart, since it costs something each time
+    assert costs.for_batch(1).steps(3) > 2

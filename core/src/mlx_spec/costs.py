@@ -49,6 +49,7 @@ class BatchCosts:
         self.prior = prior or CostPrior()
         self.fresh = 0  # samples since the last save
         self.untimed = math.inf  # tokens, of all requests, since a round with drafts was last timed
+        self.plain_age = 0.0  # the same since plain steps were
         self._live: dict[int, list[float]] = {}
         self._draft: dict[int, list[float]] = {}
         self._cache: dict[int, float | None] = {}
@@ -60,6 +61,8 @@ class BatchCosts:
             return
         if k > 0:
             self.untimed = 0.0
+        else:
+            self.plain_age = 0.0
         samples = self._live.setdefault(k, [])
         samples.append(seconds)
         _forget_old_regime(samples)

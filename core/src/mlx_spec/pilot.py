@@ -31,8 +31,7 @@ LONGEST_SPAN = 64  # plain steps before looking again whether costs have changed
 SECOND_LOOK = 1.25  # a parked lane probes early when costs alone raised its goodput this much, to above 1
 PLAIN_FIRST = 4  # plain steps that open a request when nothing is known of this machine
 PLAIN_AGAIN = 4
-PLAIN_STALE = 256  # tokens after which the plain cost is measured again, if that can matter
-CLEAR_WIN = 1.5  # above this goodput the exact plain cost does not matter
+PLAIN_STALE = 256  # tokens, times the square of a gain, after which plain steps are measured again: it may be mistaken
 PLAIN_FEW, NARROW_WIN = 6, 1.2  # with fewer samples than this, eight times sooner but only below this goodput
 
 
@@ -88,7 +87,6 @@ class Pilot:
         self._dry = 0  # empty drafts in a row
         self._dry_until = 0.0
         self._plain_left = 0
-        self._plain_at = 0.0  # token count at the last plain measurement
         self._span_step = 0  # steps seen of the running plain span
         self._held: float | None = None  # time of the newest plain step, kept only if another one follows
         self._asked = 0
@@ -159,6 +157,7 @@ class Pilot:
         self.tokens += mean
         if self.timed:
             self.costs.untimed += mean
+            self.costs.plain_age += mean
             self._time(record)
         if record.width == 0:
             self._plain_left = max(0, self._plain_left - 1)
@@ -178,7 +177,6 @@ class Pilot:
         # says what a step costs; nor does the single step after an empty draft.
         if self._held is not None:
             self.costs.observe(0, self._held)
-            self._plain_at = self.tokens
         self._span_step += 1
         self._held = record.seconds if self._span_step > 1 and record.asked == 0 else None
 
@@ -200,15 +198,15 @@ class Pilot:
         self._opened = True
 
     def _want_plain(self) -> None:
-        """Start a short plain span when the plain cost is old and the decision is close."""
+        """Start a short plain span when the plain cost is old, whichever request it was measured in."""
         if not self.timed or self._plain_left or self.parked or self._burst is not None:
             return
-        few = self.costs.count(0) < PLAIN_FEW
-        wait, clear = (PLAIN_STALE // 8, NARROW_WIN) if few else (PLAIN_STALE, CLEAR_WIN)
-        stale = self.tokens - self._plain_at >= wait and self._last[1] < clear
-        if stale or self.costs.strays():
+        decided, gain = self._last
+        early = self.costs.count(0) < PLAIN_FEW and gain < NARROW_WIN
+        wait = PLAIN_STALE / 8 if early else PLAIN_STALE * max(1.0, gain) ** 2
+        if (decided and self.costs.plain_age >= wait) or self.costs.strays():
             self._plain_left = PLAIN_AGAIN
-            self._plain_at = self.tokens
+            self.costs.plain_age = 0.0
 
     def _look_again(self) -> None:
         """Plain steps of a parked lane keep measuring: probe now if costs turned out other than believed."""
