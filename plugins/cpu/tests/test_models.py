@@ -159,6 +159,33 @@ def test_gemma4_with_its_assistant(tmp_path: Path, choose: Callable[[str], None]
     assert out.timings.draft_n > 0
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_an_assistant_drafts_the_same_bytes_in_one_operation(
+    tmp_path: Path, choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, dtype: str | None
+) -> None:
+    from mlx_spec_gemma4.drafter import Gemma4Assistant, TargetKV
+
+    choose("on")
+    pair = load(*map(str, write_gemma4(tmp_path, seed=1)), dtype=dtype)
+    assert type(pair.drafter.model).__name__ == "RowGemma4Assistant"
+    states, model = pair.target.make_states(), pair.drafter.model
+    pair.target.prefill(mx.array([PROMPT * 3]), states)
+    place = states.lengths[0] - 1
+    x = mx.random.normal((1, 1, model.width), key=mx.random.key(1)).astype(pair.target.dtype)
+    asked: list[int] = []
+    own = Gemma4Assistant.__call__
+    monkeypatch.setattr(Gemma4Assistant, "__call__", lambda self, *given: asked.append(1) or own(self, *given))
+
+    def step() -> list[bytes]:
+        shared = TargetKV(states, pair.drafter.sources, [place], pair.drafter._windows)
+        return [raw(a) for a in model(x, shared, place)]
+
+    one = step()
+    assert not asked
+    monkeypatch.setattr(Gemma4Assistant, "arrange", lambda self, *given: None)
+    assert step() == one and asked
+
+
 @pytest.mark.parametrize(
     "stored",
     [{}, {"variant": "moe", "dtype": "bfloat16"}, {"variant": "tied", "bits": 4, "dtype": "float16"}],
