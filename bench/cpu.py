@@ -72,7 +72,7 @@ def main() -> int:
         print(f"missed: {line}", file=sys.stderr)
     if not llama:
         print(figures["llama_cpp"], file=sys.stderr)
-    finish("cpu", options, figures)
+    finish("cpu" if options.dtype == "float32" else f"cpu_{options.dtype}", options, figures)
     return 1 if figures["missed"] else 0 if llama else 2
 
 

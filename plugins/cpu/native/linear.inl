@@ -126,10 +126,16 @@ static inline void step(vec (&acc)[MR][NR], const float* const* x, int64_t k, De
   }
 }
 
+// The chains of MR rows by NR columns from j on: they begin as zeros, and wait in `acc` between two parts of K.
 template <int MR, int NR>
 struct Chains {
   vec now[MR][NR];
-  inline void take(const vec (&acc)[MR][BLOCK], int64_t j) {
+  inline void take(const vec (&acc)[MR][BLOCK], int64_t j, bool begin) {
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+      for (int c = 0; c < NR; c++) now[i][c] = zero();
+    if (begin) return;
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++)
 #pragma GCC unroll 8
@@ -191,12 +197,6 @@ struct PackedBlock {
   const uint8_t* codes;  // of the first column
   const Scales& groups;
 
-  template <int MR>
-  inline void start(vec (&acc)[MR][BLOCK], const float* const*, int64_t) const {
-    for (auto& row : acc)
-      for (auto& a : row) a = zero();
-  }
-
   // Continues the chains of columns j to j + NR from k = `from` to `to`, both multiples of any group.
   template <int MR, int NR>
   inline void follow(vec (&acc)[MR][BLOCK], const float* const* x, int64_t j, int64_t columns, int64_t from, int64_t to) const {
@@ -204,7 +204,7 @@ struct PackedBlock {
     const int64_t per_column = p.K / size, group_bytes = int64_t(size) * bits / 8;
     if (from == 0) groups.fetch_next(j, NR);
     Chains<MR, NR> chains;
-    chains.take(acc, j);
+    chains.take(acc, j, from == 0);
     const uint8_t* at[NR];
     int64_t place[NR];
 #pragma GCC unroll 8
@@ -247,16 +247,10 @@ struct PlainBlock {
   int64_t stride;
   bool fetch;
 
-  template <int MR>
-  inline void start(vec (&acc)[MR][BLOCK], const float* const*, int64_t) const {
-    for (auto& row : acc)
-      for (auto& a : row) a = zero();
-  }
-
   template <int MR, int NR>
   inline void follow(vec (&acc)[MR][BLOCK], const float* const* x, int64_t j, int64_t columns, int64_t from, int64_t to) const {
     Chains<MR, NR> chains;
-    chains.take(acc, j);
+    chains.take(acc, j, from == 0);
     const uint8_t* at[NR];
 #pragma GCC unroll 8
     for (int c = 0; c < NR; c++) at[c] = data + (j + c < columns ? j + c : columns - 1) * stride;
@@ -279,7 +273,10 @@ static inline void follow_block(const Product& p, const Source& source, int64_t 
   constexpr int64_t chunk = Source::near / MR / 128 * 128;
   static_assert(chunk > 0 && BLOCK % NR == 0 && BLOCK % 4 == 0);
   vec acc[MR][BLOCK];
-  source.template start<MR>(acc, p.x + m, columns);
+  if (columns < BLOCK || K <= 0) {
+    for (auto& row : acc)
+      for (auto& a : row) a = zero();
+  }
   for (int64_t from = 0; from < K; from += chunk) {
     const int64_t to = from + chunk < K ? from + chunk : K;
     for (int64_t j = 0; j < columns; j += NR) source.template follow<MR, NR>(acc, p.x + m, j, columns, from, to);

@@ -159,12 +159,6 @@ struct PairBlock {
   S scales;
   const char *next_scales, *next_biases;  // as stored, of the block after this one
 
-  template <int MR>
-  inline void start(vec (&acc)[MR][BLOCK], const float* const*, int64_t) const {
-    for (auto& row : acc)
-      for (auto& a : row) a = zero();
-  }
-
   template <int MR, int NR>
   inline void follow(vec (&acc)[MR][BLOCK], const float* const* x, int64_t j, int64_t columns, int64_t from, int64_t to) const {
     constexpr int V = D::vectors;
@@ -175,7 +169,7 @@ struct PairBlock {
     }
     const int64_t whole = from + (to - from) / D::unit * D::unit;
     Chains<MR, NR> chains;
-    chains.take(acc, j);
+    chains.take(acc, j, from == 0);
     const uint8_t* at[NR];
     decltype(scales.at(0, 0)) scale[NR];
     int64_t column[NR];
