@@ -351,3 +351,26 @@ def test_a_win_that_rests_on_an_old_plain_cost_is_looked_at_again():
         replies += 1
     assert 10 < replies < 40  # far apart, since it costs something each time
     assert costs.for_batch(1).steps(3) > 2
+
+
+def test_a_wait_runs_on_into_the_next_request_until_a_probe_wins():
+    costs = model({1: 1.8, 2: 1.9, 3: 2.0})
+    first = Governor(3, costs)
+    for _ in range(4):
+        while (k := first.choose(10_000)) > 0:
+            first.observe(k, 0, 0.02)
+        waited = plain_until_asked(first)
+    first.observe(first.choose(10_000), 0, 0.02)
+    assert waited > SOONEST
+    second = Governor(3, costs)
+    for _ in range(30):  # it drafts first, and parks as soon as it has seen as little
+        if (k := second.choose(10_000)) == 0:
+            break
+        second.observe(k, 0, 0.02)
+    assert plain_until_asked(second) > 2 * SOONEST
+    while second.parked:
+        second.observe(second.choose(10_000), 3, 0.02)
+    third = Governor(3, costs)
+    while (k := third.choose(10_000)) > 0:
+        third.observe(k, 0, 0.02)
+    assert plain_until_asked(third) == FIRST_WAIT

@@ -48,6 +48,7 @@ class BatchCosts:
         self.saved = dict(saved or {})
         self.prior = prior or CostPrior()
         self.fresh = 0  # samples since the last save
+        self.wait = 0.0  # tokens between probes that earlier requests have come to, while none of them won
         self.untimed = math.inf  # tokens, of all requests, since a round with drafts was last timed
         self.plain_age = 0.0  # the same since plain steps were
         self._live: dict[int, list[float]] = {}

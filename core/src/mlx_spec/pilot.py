@@ -243,6 +243,8 @@ class Pilot:
         self._last = (k, gain)
         if self._ceiling(self.kmax)[1] <= 1.0:
             self._wait = max(self._wait, HOPELESS_WAIT)
+        if self.timed:
+            self._wait = max(self._wait, int(self.costs.wait))
         self._parked_at = self.tokens
         waited = self.costs.untimed if self.timed else 0.0  # a short reply must not hide bad costs from the next one
         self._resume_at = self.tokens + max(SOONEST, self._wait - waited)
@@ -263,7 +265,7 @@ class Pilot:
         k, gain = self._best(self.kmax)
         if tokens >= steps:
             if gain >= 1.0 and len(burst) >= 2:
-                self.parked, self._burst, self._wait = False, None, FIRST_WAIT
+                self.parked, self._burst, self._wait, self.costs.wait = False, None, FIRST_WAIT, 0.0
                 self._last = (k, gain)
             elif len(burst) >= 2 * PROBE_ROUNDS:
                 self._lost(steps - tokens, k, gain)
@@ -275,6 +277,7 @@ class Pilot:
         """Park again, for longer: at most the wait at which probing costs its allowed share."""
         affordable = min(LONGEST_WAIT, max(2 * SECOND_WAIT, int(waste / WASTE_SHARE)))
         self._wait = min(max(SECOND_WAIT, self._wait * 2), affordable)
+        self.costs.wait = min(self._wait, HOPELESS_WAIT)  # the next request may bring another text
         self._park(k, min(gain, 0.99))
 
     # -- for people -------------------------------------------------------------------------------------
