@@ -83,7 +83,7 @@ clean:
 .venv-sanitize/.installed: $(PROJECTS) $(NATIVE)
 	@test -n "$(SANITIZER)" || { echo "sanitize: found no g++, expected one with its sanitizer libraries. Install it." >&2; exit 1; }
 	$(PYTHON) -m venv .venv-sanitize
-	.venv-sanitize/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -e "./core[testing,cpu]" -e ./plugins/gemma4
+	.venv-sanitize/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -e "./core[testing,cpu]" -e ./plugins/gemma4 -e ./plugins/qwen35
 	CXX=$(SANITIZER) .venv-sanitize/bin/python -m pip --disable-pip-version-check --quiet install --force-reinstall --no-deps \
 	  --config-settings=cmake.define.SPEC_SANITIZE=ON --config-settings=build-dir=.venv-sanitize/build ./plugins/cpu
 	@touch $@
