@@ -21,6 +21,8 @@ namespace {
 
 constexpr auto LINGER = std::chrono::microseconds(80);  // a wake-up costs about as much
 
+constexpr auto ALONE = std::chrono::microseconds(4);  // of that, without letting others have the core
+
 inline void relax() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -32,9 +34,13 @@ inline void relax() {
 // Waits a moment without sleeping; whether it was enough has to be looked at again.
 template <class Ready>
 void linger(Ready&& ready) {
-  const auto until = std::chrono::steady_clock::now() + LINGER;
-  while (!ready() && std::chrono::steady_clock::now() < until) {
-    for (int i = 0; i < 16; i++) relax();
+  const auto begin = std::chrono::steady_clock::now();
+  for (auto now = begin; !ready() && now < begin + LINGER; now = std::chrono::steady_clock::now()) {
+    if (now > begin + ALONE) {  // whoever builds the next graph, say
+      std::this_thread::yield();
+    } else {
+      for (int i = 0; i < 16; i++) relax();
+    }
   }
 }
 
