@@ -51,7 +51,6 @@ def test_two_engines_share_the_threads(library: Any, tmp_path: Path) -> None:
     workers = 11
     library.set_threads(workers + 1)
     library.count_in_parallel(100)
-    before = threads_of_this_process()
     target, _ = write_llama(tmp_path, seed=1)
     answers: list[list[int]] = [[], []]
 
@@ -59,6 +58,8 @@ def test_two_engines_share_the_threads(library: Any, tmp_path: Path) -> None:
         pair = load(str(target), kind="none")
         answers[i] = list(generate(pair, [3, 4, 5], max_tokens=40, ignore_eos=True).token_ids)
 
+    work(0)  # loading starts threads of its own, once
+    before = threads_of_this_process()
     callers = [threading.Thread(target=work, args=(i,)) for i in range(2)]
     for caller in callers:
         caller.start()
