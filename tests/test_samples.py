@@ -13,7 +13,7 @@ from mlx_spec.inspection import inspect
 from mlx_spec.plugins import get_manager
 from mlx_spec.settings import reset_settings
 
-VARIES = ("acceptance ", "speculation ", "governor ", "exactness ")  # what these say depends on the machine
+VARIES = ("rounds ", "acceptance ", "speculation ", "governor ", "exactness ")  # what these say depends on the machine
 
 
 def sample(root: Path) -> list[str]:
@@ -24,7 +24,7 @@ def sample(root: Path) -> list[str]:
 
 def kinds(lines: list[str]) -> list[str]:
     """What each line of talk is: its words with every number the same, or its label where they vary."""
-    begun = ("no -m given", "no prompt given", "note:", "decoding the same", "tokens ", "prompt ", "rounds ", *VARIES)
+    begun = ("no -m given", "no prompt given", "note:", "decoding the same", "tokens ", "prompt ", *VARIES)
     found = []
     for line in lines:
         if not line.startswith(begun):
