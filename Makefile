@@ -10,6 +10,7 @@ PYTHON ?= python3
 BACKEND ?= $(if $(filter Linux,$(shell uname -s)),cpu)
 # make demo PROMPT='class Stack:' TOKENS=400; without PROMPT the demo has one of its own.
 PROMPT ?=
+export PROMPT
 TOKENS ?= 200
 
 BIN := .venv/bin
@@ -25,7 +26,7 @@ EXTRA := $(if $(BACKEND),[$(BACKEND)])
 .PHONY: demo test lint docs docs-update oracles sanitize clean
 
 demo: .venv/.demo
-	$(BIN)/spec generate -n $(TOKENS)$(if $(PROMPT), -p '$(PROMPT)')
+	$(BIN)/spec generate -n $(TOKENS)$(if $(PROMPT), -p "$$PROMPT")
 
 test: .venv/.test
 	$(BIN)/python -m pytest

@@ -131,7 +131,7 @@ def test_state_is_readable():
     assert governor.state == "not started"
     for _ in range(20):
         governor.observe(governor.choose(1000), 3, 0.015)
-    assert governor.state.startswith("K=3: 2.") and governor.state.endswith("x plain expected")
+    assert governor.state.startswith("K=3: 2.") and governor.state.endswith("x plain estimated")
     assert governor.speculative_rounds == 20
     assert FixedGovernor(4).state == "K=4: fixed (adaptive off)"
     assert Governor(0).state.startswith("K=0")
@@ -332,7 +332,9 @@ def test_a_state_promises_only_what_is_measured():
         governor.model.for_batch(1).saved[steps] = 0.01
         for _ in range(16):
             governor.model.for_batch(1).observe(steps, 0.01)
-    assert governor.state.startswith("parked at 0.") and "x at K=" in governor.state and " by now; " in governor.state
+    assert (
+        governor.state.startswith("parked at 0.") and "x at K=" in governor.state and " by now give " in governor.state
+    )
 
 
 def test_a_win_that_rests_on_an_old_plain_cost_is_looked_at_again():

@@ -159,6 +159,7 @@ CODES = _table(
     ("L63", "A record of a head's trunk that cannot be read", "files", "conversion/trunk"),
     ("L64", "An extracted head that its own plugin does not recognise", "report", "conversion/head"),
     ("L65", "A model_type that neither mlx-lm nor its plugin gives classes for", "choose", "conversion/quantise"),
+    ("L66", "Experts in half precision, which MLX cannot multiply on a CPU without kernels", "choose", "pair"),
     # -- a checkpoint that contradicts itself -------------------------------------------------------------
     ("C01", "A head that config.json promises and no tensor makes", "choose", "heads"),
     ("C02", "Head tensors that config.json does not mention", "files", "heads"),

@@ -210,6 +210,7 @@ def _load(
 
     greedy = nn.Sequential(GreedyChoice())  # a module that another one holds can be replaced
     plan.kernels = use_kernels(loaded.model, greedy)
+    _check_experts(loaded)
     pair = Pair(loaded, None, None, plan, target_ref, device=device, greedy=greedy.layers[0])
     _attach_text(pair)
     if choice is not None:
@@ -248,6 +249,27 @@ def _check_chains(drafter: Drafter) -> None:
             next_step="Use another drafter, or leave tree False and draft the best branch",
             code="L34",
         )
+
+
+def _check_experts(target: Target) -> None:
+    """LoadError for experts that neither a kernel nor mlx's own operation multiplies here."""
+    from .kernels import device_kind
+
+    if target.model is None or device_kind() != "cpu":
+        return
+    import mlx.core as mx
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    for _, layer in target.model.named_modules():
+        if type(layer) is SwitchLinear and layer["weight"].dtype != mx.float32:
+            kept = str(layer["weight"].dtype).removeprefix("mlx.core.")
+            raise LoadError(
+                f"experts of {target.ref.name}",
+                found=f"{kept} weights on a CPU and no kernel for them, where MLX multiplies float32 alone",
+                expected="float32 or quantised experts, or the kernels of mlx-spec-cpu",
+                next_step="Give --dtype float32 (dtype= in Python), or see in spec doctor why no kernels run",
+                code="L66",
+            )
 
 
 def _check_quantised(bits: int | None, group_size: int, target: Target | None = None) -> None:

@@ -299,11 +299,11 @@ class Pilot:
         tokens, steps = Crew([(estimate, k) for estimate, _ in self.crew.rows]).expected(k), self.costs.steps(k)
         if not self.parked:
             seen = tokens / steps
-            return f"K={k}: {seen:.2f}x plain expected" if seen >= 1 else f"K={k}: {seen:.2f}x plain so far, in doubt"
+            return f"K={k}: {seen:.2f}x plain estimated" if seen >= 1 else f"K={k}: {seen:.2f}x plain so far, in doubt"
         wait = math.ceil(self._resume_at - self.tokens)
         then = "probing now" if self._burst is not None or wait <= 0 else f"re-probe in {wait} tokens"
         if tokens >= steps:  # learned since: plain steps or saved costs changed what a round is believed to cost
-            return f"parked at {gain:.2f}x plain, {tokens / steps:.2f}x at K={k} by now; {then}"
+            return f"parked at {gain:.2f}x plain; costs known by now give {tokens / steps:.2f}x at K={k}; {then}"
         return (
             f"parked: {tokens:.1f} tokens/round at K={k} costs {steps:.1f} plain steps ({tokens / steps:.2f}x); {then}"
         )

@@ -209,13 +209,21 @@ def _ranged(spread: Document, form: str, unit: str = "", scale: float = 1.0) -> 
     return f"{middle}{unit} ({low}-{high})"
 
 
+NO_GAIN = {"median": 1.0}
+
+
+def _loss(entry: Document) -> str:
+    gain = entry["decode_gain"]
+    if gain["high"] >= 1:
+        return f"undecided: {entry['arm']} on {entry['workload']} ({_ranged(gain, '{:.2f}x')})"
+    return f"loss: {entry['arm']} is slower on {entry['workload']} ({gain['median']:.2f}x)"
+
+
 def remarks(doc: Document) -> list[str]:
     """What must be said beside the figures."""
-    lines = [
-        f"{arm}: {gain:.2f}x over all workloads (geometric mean)" for arm, gain in doc["geometric_mean"].items() if gain
-    ]
-    losses = [e for e in doc["summary"] if (e.get("decode_gain") or {"median": 1.0})["median"] < 1 and not e["void"]]
-    lines += [f"loss: {e['arm']} is slower on {e['workload']} ({e['decode_gain']['median']:.2f}x)" for e in losses]
+    gains = {} if doc["void"] else doc["geometric_mean"]
+    lines = [f"{arm}: {gain:.2f}x over all workloads (geometric mean)" for arm, gain in gains.items() if gain]
+    lines += [_loss(e) for e in doc["summary"] if (e.get("decode_gain") or NO_GAIN)["median"] < 1 and not e["void"]]
     if doc["tokens_equal"] is None:
         lines.append("tokens: not compared, since rejection keeps the distribution and not the tokens")
     elif doc["tokens_equal"]:

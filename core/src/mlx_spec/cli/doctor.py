@@ -257,7 +257,8 @@ def _settings() -> Iterator[Check]:
     settings = get_settings()
     for field in type(settings).model_fields:
         value = getattr(settings, field)
-        yield Check(f"setting {field}", "ok", f"{_shown(value)} ({source(field)})")
+        shown = "off" if field == "kernels" and value == () else _shown(value)
+        yield Check(f"setting {field}", "ok", f"{shown} ({source(field)})")
     for name, close in unknown_variables():
         step = f"Did you mean {close}" if close else f"Unset {name}"
         yield Check("settings", "warn", f"{name} means nothing here", step)

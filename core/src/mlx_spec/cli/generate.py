@@ -299,7 +299,8 @@ def summary(pair: Pair, result: Result, plain: Result | None, verdict: str, aske
     speed = f"{timings.predicted_per_second:.1f} tokens/s"
     if plain is not None:
         base = plain.timings.predicted_per_second
-        speed += f", plain {base:.1f} tokens/s ({timings.predicted_per_second / base:.2f}x)" if base else ""
+        ratio = f"{timings.predicted_per_second / base:.2f}x, one run each" if base and timings.draft_n else ""
+        speed += f", plain {base:.1f} tokens/s ({ratio or 'nothing drafted: no difference but noise'})" if base else ""
     depth = ", ".join(
         f"{i + 1}: {a}/{p} ({a / p:.0%})" if p else f"{i + 1}: -"
         for i, (a, p) in enumerate(zip(spec.accepted_by_position, spec.proposed_by_position, strict=True))

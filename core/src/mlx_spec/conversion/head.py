@@ -115,7 +115,9 @@ def head_tensors(ref: ModelRef) -> dict[str, TensorInfo]:
             f"head of {ref.name} (model_type {ref.model_type})",
             found=f"no head tensors{f' (config.json declares {promised} layers)' if promised else ''}",
             expected="a checkpoint that carries a drafter head",
-            next_step="Take the original checkpoint: conversions by other tools drop the head",
+            next_step="Take the original checkpoint: conversions by other tools drop the head"
+            if promised
+            else "This checkpoint never had one: give a drafter made for it with --draft-model, or use prompt-lookup",
             code="L20",
         )
     return index
