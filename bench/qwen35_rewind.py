@@ -1,6 +1,6 @@
 """What taking back a Qwen block costs beside verifying it, and how much its tape holds. Goal: < 0.2%.
 
-    python bench/qwen35_rewind.py [--layers 4] [--runs 9] [--save]
+    python bench/qwen35_rewind.py [--layers 16] [--runs 9] [--save]
 
 Random 4-bit weights at the layer sizes of a 9B model (hidden 4096, 16 key and 32 value heads of 128), a few
 layers of it: both sides of the ratio grow with their number, but for the first touch of code and data that have
@@ -71,7 +71,7 @@ CONFIG: dict[str, Any] = {
 def main() -> int:
     """Measure every width and number of rows kept; exit 1 when one of them misses the goal."""
     arguments = parser(__doc__, "qwen35_rewind", tokens=CONTEXT, runs=9)
-    arguments.add_argument("--layers", type=int, default=8, help="layers, every fourth of full attention")
+    arguments.add_argument("--layers", type=int, default=16, help="layers, every fourth of full attention")
     options = arguments.parse_args()
     target = random_target(options.layers)
     figures: dict[str, Any] = {"layers": options.layers, "kernels": use_kernels(target.model).line()}
