@@ -21,7 +21,7 @@ namespace {
 
 constexpr auto LINGER = std::chrono::microseconds(80);  // a wake-up costs about as much
 
-constexpr auto ALONE = std::chrono::microseconds(4);  // of that, without letting others have the core
+constexpr auto ALONE = std::chrono::microseconds(16);  // of that, without letting others have the core: a layer has no longer pauses
 
 inline void relax() {
 #if defined(__x86_64__)
