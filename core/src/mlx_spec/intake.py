@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -83,6 +84,21 @@ def prompt_ids(prompt: object) -> list[object]:
             code="U38",
         )
     return items
+
+
+def refuse_placeholders(media: Mapping[int, str], tokens: Sequence[int], code: str) -> None:
+    """UsageError `code` for a prompt with one of the placeholders in `media` (id -> kind)."""
+    place = next((i for i, token in enumerate(tokens) if token in media), None)
+    if place is None:
+        return
+    kind = media[tokens[place]]
+    raise UsageError(
+        f"prompt token {place}",
+        found=f"id {tokens[place]}, the placeholder for {kind} input",
+        expected="text tokens only",
+        next_step=f"Serve requests with {kind} input with mlx-vlm, or remove the placeholder",
+        code=code,
+    )
 
 
 def check_prompt(prompt: object, vocab_size: int, context: int) -> list[int]:

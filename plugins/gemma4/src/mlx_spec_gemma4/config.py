@@ -12,7 +12,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from mlx_spec.errors import LoadError, UsageError
+from mlx_spec.errors import LoadError
+from mlx_spec.intake import refuse_placeholders
 from mlx_spec.types import DrafterCard, ModelRef
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -209,17 +210,7 @@ def media_ids(config: Mapping[str, Any]) -> dict[int, str]:
 
 def refuse_media(media: Mapping[int, str], tokens: Sequence[int]) -> None:
     """UsageError for a prompt with one of the placeholders in `media` (id -> kind)."""
-    place = next((i for i, token in enumerate(tokens) if token in media), None)
-    if place is None:
-        return
-    kind = media[tokens[place]]
-    raise UsageError(
-        f"prompt token {place}",
-        found=f"id {tokens[place]}, the placeholder for {kind} input",
-        expected="text tokens only",
-        next_step=f"Serve requests with {kind} input with mlx-vlm, or remove the placeholder",
-        code="GM05",
-    )
+    refuse_placeholders(media, tokens, code="GM05")
 
 
 # -- inner ---------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mlx_spec.errors import LoadError, UsageError
+from mlx_spec.errors import LoadError
+from mlx_spec.intake import refuse_placeholders
 
 FULL, LINEAR = "full_attention", "linear_attention"
 MEDIA_KEYS: Mapping[str, tuple[str, int]] = {
@@ -153,17 +154,7 @@ def media_ids(config: Mapping[str, Any]) -> dict[int, str]:
 
 def refuse_media(media: Mapping[int, str], tokens: Sequence[int]) -> None:
     """UsageError for a prompt with one of the placeholders in `media` (id -> kind)."""
-    place = next((i for i, token in enumerate(tokens) if token in media), None)
-    if place is None:
-        return
-    kind = media[tokens[place]]
-    raise UsageError(
-        f"prompt token {place}",
-        found=f"id {tokens[place]}, the placeholder for {kind} input",
-        expected="text tokens only",
-        next_step=f"Serve requests with {kind} input with mlx-vlm, or remove the placeholder",
-        code="QW02",
-    )
+    refuse_placeholders(media, tokens, code="QW02")
 
 
 def refuse(path: Path, key: str, found: object, expected: str) -> NoReturn:
