@@ -25,14 +25,18 @@ def test_one_wait_per_round(block, monkeypatch):
     evals: list[int] = []
     for kind in (accept.AcceptResult, accept.GreedyStep):
         monkeypatch.setattr(kind, "read", lambda self, real=kind.read: (waits.append("read"), real(self))[1])
-    evaluate = mx.eval  # starting work, by async_eval, is no wait
-    monkeypatch.setattr(mx, "eval", lambda *a: (evals.append(1), evaluate(*a))[1])
+    starts: list[int] = []
+    for name, call, calls in (("eval", mx.eval, evals), ("async_eval", mx.async_eval, starts)):
+        monkeypatch.setattr(mx, name, lambda *a, _real=call, _calls=calls: (_calls.append(1), _real(*a))[1])
     out = generate(pair, [3, 4, 5], None, 24, adaptive=False)
     monkeypatch.undo()
     rounds = out.timings.draft_rounds
     assert rounds >= 3
     assert len([w for w in waits if w == "read"]) == rounds + out.timings.plain_steps
     assert len(evals) <= 2 + out.timings.plain_steps  # the prefill of target and drafter, and plain steps
+    assert (
+        len(starts) == 1 + rounds + out.timings.plain_steps
+    )  # the prompt of the drafter, a round's drafts, plain steps
 
 
 @pytest.mark.parametrize("module", ["advance", "defaults", "drawing", "lane", "laws", "rounds", "shaping", "plain"])
