@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from cpu_layers import raw
+from cpu_layers import Twice, raw
 from mlx_lm.models import gemma3_text, gemma4_text
 
 from mlx_spec.kernels import swap_modules
@@ -184,14 +184,6 @@ def test_parts_that_are_replaced_later_are_used() -> None:
     layer.layer_scalar = layer.layer_scalar * 3
     tripled = pieces(model, states(model), 9)[0]
     assert not mx.allclose(tripled, before, atol=1e-3).item()
-
-    class Twice(nn.Module):
-        def __init__(self, inner: nn.Module):
-            super().__init__()
-            self.inner = inner
-
-        def __call__(self, x: mx.array) -> mx.array:
-            return self.inner(x) * 2
 
     layer.mlp.down_proj.weight = layer.mlp.down_proj.weight * 0.5
     layer.mlp.down_proj = Twice(layer.mlp.down_proj)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from cpu_layers import PACKINGS, as_float64, make_layer, raw
+from cpu_layers import PACKINGS, Twice, as_float64, make_layer, raw
 from mlx_lm.models import llama, qwen2, qwen3
 
 from mlx_spec.state import KVState, StateGroup, WindowState
@@ -376,14 +376,6 @@ def test_parts_that_are_replaced_later_are_used() -> None:
     layer.mlp.down_proj.weight = layer.mlp.down_proj.weight * 2
     doubled = model(TOKENS)
     assert not mx.allclose(doubled, before, atol=1e-3).item()
-
-    class Twice(nn.Module):
-        def __init__(self, inner: nn.Module):
-            super().__init__()
-            self.inner = inner
-
-        def __call__(self, x: mx.array) -> mx.array:
-            return self.inner(x) * 2
 
     layer.mlp.down_proj.weight = layer.mlp.down_proj.weight * 0.5
     layer.mlp.down_proj = Twice(layer.mlp.down_proj)
