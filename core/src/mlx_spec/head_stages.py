@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import Finding, SpecError
-from .heads import KEEP_HEAD, PROMISES, Head, contradictions, find_heads, promised_layers, text_section, whole_index
+from .heads import (
+    KEEP_HEAD,
+    PROMISES,
+    Head,
+    contradictions,
+    counted,
+    find_heads,
+    promised_layers,
+    text_section,
+    whole_index,
+)
 
 if TYPE_CHECKING:
     from .types import DrafterCard, ExactnessReport, ModelRef
@@ -19,6 +29,8 @@ if TYPE_CHECKING:
 State = Literal["ok", "no", "open"]
 FAMILY_STAGES = ("shapes", "norms", "quantisation")  # those a plugin answers for
 NOTHING = "Nothing has to be done"
+UNRECORDED = "P32"
+APART = "If hardly any draft is accepted, take the drafter that was trained for this very target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +60,18 @@ def own_stages(ref: ModelRef) -> list[Stage]:
     return _finish(stages, ref, ref)
 
 
-def pair_stages(target: ModelRef, drafter: ModelRef) -> list[Stage]:
-    """Stages of a head in a directory of its own, for this target."""
+def pair_stages(target: ModelRef, drafter: ModelRef, extracted: bool = True) -> list[Stage]:
+    """Stages of a head in a directory of its own, for this target.
+
+    extracted: heads of its kind are taken out of whole models, so that a record of the trunk is to be expected.
+    """
     from .tensorfiles import tensor_index
 
     index = tensor_index(drafter.path)
     kind = f"model_type {drafter.model_type} in its config.json"
     files = len({info.file for info in index.values()})
     held = f"{len(index)} tensors in {files} file" + "s" * (files > 1)
-    return _finish([Stage("declared", "ok", kind), Stage("tensors", "ok", held)], target, drafter)
+    return _finish([Stage("declared", "ok", kind), Stage("tensors", "ok", held)], target, drafter, extracted)
 
 
 def declared(config: Mapping[str, Any], heads: Sequence[Head]) -> Stage:
@@ -73,7 +88,7 @@ def declared(config: Mapping[str, Any], heads: Sequence[Head]) -> Stage:
 def present(config: Mapping[str, Any], heads: Sequence[Head], problems: Sequence[Finding]) -> Stage:
     """Whether the promised tensors are there, all of them."""
     if not heads:
-        return Stage("tensors", "no", f"none, where config.json declares {_layers(promised_layers(config))}", KEEP_HEAD)
+        return Stage("tensors", "no", f"none, where config.json declares {counted(promised_layers(config))}", KEEP_HEAD)
     broken = next((problem for problem in problems if problem.code == "C03"), None)
     if broken is not None:
         return Stage("tensors", "no", f"{broken.found}, expected {broken.expected}", broken.next_step)
@@ -81,20 +96,16 @@ def present(config: Mapping[str, Any], heads: Sequence[Head], problems: Sequence
     return Stage("tensors", "ok", held)
 
 
-def _finish(stages: list[Stage], target: ModelRef, drafter: ModelRef) -> list[Stage]:
+def _finish(stages: list[Stage], target: ModelRef, drafter: ModelRef, extracted: bool = True) -> list[Stage]:
     """The stages after the tensors; those that cannot be judged are open."""
     blocked = next((stage for stage in stages if stage.state == "no" and stage.name == "tensors"), None)
     if blocked is not None:
         return [*stages, *_open([*FAMILY_STAGES, "trunk", "probe"], "the tensors are not there", blocked.next_step)]
     stages += _by_plugin(target, drafter)
-    stages.append(_trunk(target, drafter))
+    stages.append(_trunk(target, drafter, extracted))
     worst = next((stage for stage in stages if stage.state == "no"), None)
     stages.append(probed(target, drafter) if worst is None else _blocked_probe(worst))
     return stages
-
-
-def _layers(count: int) -> str:
-    return f"{count} layer" + "s" * (count != 1)
 
 
 def _open(names: Sequence[str], reason: str, step: str) -> Iterator[Stage]:
@@ -137,7 +148,7 @@ def _by_validation(target: ModelRef, drafter: ModelRef, card: DrafterCard, owner
     return Stage("shapes", "no", f"{error.found}, expected {error.expected}", error.next_step)
 
 
-def _trunk(target: ModelRef, drafter: ModelRef) -> Stage:
+def _trunk(target: ModelRef, drafter: ModelRef, extracted: bool) -> Stage:
     """Whose head it is, by its record."""
     from .conversion.trunk import check_trunk, side_files
 
@@ -145,6 +156,8 @@ def _trunk(target: ModelRef, drafter: ModelRef) -> Stage:
         findings = check_trunk(target, drafter, extracted=True)
     except SpecError as error:
         return Stage("trunk", "no", f"{error.found}, expected {error.expected}", error.next_step)
+    if findings and findings[0].code == UNRECORDED and not extracted:
+        return Stage("trunk", "open", "drafters of this kind are trained apart and carry no record of one", APART)
     if findings:
         state: State = "no" if findings[0].severity == "error" else "open"
         return Stage("trunk", state, f"{findings[0].found} ({findings[0].code})", findings[0].next_step)

@@ -13,6 +13,7 @@ from .errors import Finding
 if TYPE_CHECKING:
     from .tensorfiles import TensorInfo
 
+HEAD_KIND = "mtp"  # drafters that are heads, which a target's own checkpoint may carry
 PROMISES = (
     "mtp_num_hidden_layers",
     "num_nextn_predict_layers",
@@ -89,6 +90,11 @@ def promised_layers(config: Mapping[str, Any]) -> int:
     return max((section[k] for k in PROMISES if type(section.get(k)) is int), default=0)
 
 
+def counted(layers: int) -> str:
+    """ "1 layer", "2 layers"."""
+    return f"{layers} layer" + "s" * (layers != 1)
+
+
 def contradictions(config: Mapping[str, Any], index: Mapping[str, TensorInfo]) -> list[Finding]:
     """What config.json says and the tensors do not bear out."""
     return [*_about_heads(config, index), *_about_sizes(config, index), *_about_quantisation(config, index)]
@@ -101,7 +107,7 @@ def _about_heads(config: Mapping[str, Any], index: Mapping[str, TensorInfo]) -> 
     subject = "embedded drafter head"
     if promised and not heads:
         yield Finding(
-            "C01", "warning", subject, "no head tensors", f"{promised} layers, as config.json declares",
+            "C01", "warning", subject, "no head tensors", f"{counted(promised)}, as config.json declares",
             KEEP_HEAD,
         )  # fmt: skip
     elif heads and not promised:
@@ -112,7 +118,7 @@ def _about_heads(config: Mapping[str, Any], index: Mapping[str, TensorInfo]) -> 
         )  # fmt: skip
     elif promised and found != promised:
         yield Finding(
-            "C03", "error", subject, f"{found} layers", f"{promised} layers, as config.json declares",
+            "C03", "error", subject, counted(found), f"{counted(promised)}, as config.json declares",
             "The checkpoint is not whole: download it again",
         )  # fmt: skip
     for absent in _missing_in_heads(config, index):

@@ -13,7 +13,7 @@ from .coverage import Coverage, kernel_coverage
 from .errors import Finding, PairError, SpecError
 from .generic_target import declared_context
 from .head_stages import Stage, own_stages, pair_stages
-from .heads import Head, contradictions, find_heads, text_section, whole_index
+from .heads import HEAD_KIND, Head, contradictions, find_heads, text_section, whole_index
 from .identify import carries_embedding, identify
 from .memory import MemoryNeed, head_settings, memory_needed
 from .refs import resolve
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-HEAD_KIND = "mtp"  # drafters that are heads
 SHOWN_CONTEXT = 8192  # positions the memory estimate uses when nobody asks for another number
 
 
@@ -329,7 +328,7 @@ def _fits(report: Inspection, ref: ModelRef, candidates: Sequence[str]) -> None:
         if report.embedded:
             use = f"use it with --draft-kind {report.embedded}"
         reason = f"{head.tensors} tensors; {use}" if whole else "its tensors are not complete"
-        report.drafters.append(DrafterFit("mtp", f"in this checkpoint ({head.prefix})", whole, reason))
+        report.drafters.append(DrafterFit(HEAD_KIND, f"in this checkpoint ({head.prefix})", whole, reason))
     record = _manager().record(report.owner) if report.owner else None
     for claim in record.claims.drafters if record is not None and record.claims is not None else ():
         if claim.model_types:
@@ -365,6 +364,8 @@ def _candidate(ref: ModelRef, name: str) -> DrafterFit:
 
 def _stages_of(target: ModelRef, choice: DrafterChoice) -> list[Stage]:
     """Stages of a drafter directory that holds a head."""
+    from .loading import is_extracted
+
     if choice.kind != HEAD_KIND or choice.ref is None or choice.ref.path == target.path:
         return []
-    return pair_stages(target, choice.ref)
+    return pair_stages(target, choice.ref, is_extracted(choice))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .errors import Finding, LoadError, NoEmbeddedMtpHead, PairError, RefusedError, SpecError, UsageError
+from .heads import HEAD_KIND
 from .registry import CORE
 from .types import DrafterCard, ModelRef
 
@@ -183,7 +184,7 @@ def _choose(
         own = registry.drafter_for(target, kind)
         if own is not None:
             return DrafterChoice(own[1].kind, target, own[1], own[0], kind_from)
-        if kind == "mtp":
+        if kind == HEAD_KIND:
             raise _no_head(target)
     if name is None:
         raise UsageError(
@@ -202,18 +203,35 @@ def _choose(
 
 def _no_head(target: ModelRef) -> NoEmbeddedMtpHead:
     """The error for a target that was asked to draft for itself; says when it has a head nobody reads."""
-    from .heads import KEEP_HEAD, find_heads, promised_layers, whole_index
+    from .heads import KEEP_HEAD, counted, find_heads, promised_layers, whole_index
 
     heads, promised = find_heads(target.config, whole_index(target.path)), promised_layers(target.config)
     names = ", ".join(head.prefix for head in heads)
-    nothing = f"no head tensors{f' (config.json declares {promised} layers)' if promised else ''}"
+    nothing = f"no head tensors{f' (config.json declares {counted(promised)})' if promised else ''}"
+    apart = "" if promised else _apart(target)
     return NoEmbeddedMtpHead(
         f"head of target {target.name} (model_type {target.model_type})",
         found=f"tensors under {names}, which no installed plugin reads" if heads else nothing,
         expected="a head that an installed plugin reads",
-        next_step="Install the family's plugin" if heads else KEEP_HEAD,
+        next_step="Install the family's plugin" if heads else apart or KEEP_HEAD,
         code="L20",
     )
+
+
+def _apart(target: ModelRef) -> str:
+    """The step for a family whose heads are models of their own; "" for one whose checkpoints may carry them."""
+    from .demos import DEMO
+    from .plugins import get_manager
+
+    manager = get_manager()
+    served = manager.registry.model_types()
+    record = manager.record(manager.registry.target_owner(target.model_type) or "")
+    claims = record.claims.drafters if record is not None and record.claims is not None else ()
+    types = [name for claim in claims if claim.kind == HEAD_KIND for name in claim.model_types]
+    if not types or not set(types).isdisjoint(served):
+        return ""
+    one = target.name if target.name.startswith(DEMO) else f"one for this target (model_type {' or '.join(types)})"
+    return f"Heads of this family are models of their own: pass {one} as --draft-model, or use another drafter"
 
 
 def _recognised(
@@ -237,7 +255,7 @@ def _classify(ref: ModelRef, kind: str | None, target: ModelRef | None, kind_fro
 
     registry = get_manager().registry
     found = _recognised(registry, ref, kind, target)
-    if found is None and kind == "mtp" and target is not None and ref.path == target.path:
+    if found is None and kind == HEAD_KIND and target is not None and ref.path == target.path:
         raise _no_head(target)
     if found is not None:
         owner, card = found
@@ -279,14 +297,14 @@ def validate_pair(target: ModelRef, choice: DrafterChoice) -> list[Finding]:
     findings = [f for _, answer in answers if answer for f in answer]
     told = any(f.severity == "error" for f in findings)  # a pair that does not fit has no trunk in common either
     if choice.kind != FULL_MODEL and not told:
-        findings += check_trunk(target, choice.ref, _is_extracted(choice))
+        findings += check_trunk(target, choice.ref, is_extracted(choice))
     errors = [f for f in findings if f.severity == "error"]
     if errors:
         raise PairError(findings)
     return findings
 
 
-def _is_extracted(choice: DrafterChoice) -> bool:
+def is_extracted(choice: DrafterChoice) -> bool:
     """True for a directory that holds a head alone, of a kind its plugin also finds inside whole models."""
     from .plugins import get_manager
 

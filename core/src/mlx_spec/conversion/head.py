@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import read_config
 from ..errors import LoadError, RefusedError
-from ..heads import is_head, promised_layers, text_section
+from ..heads import counted, is_head, promised_layers, text_section
 from ..partialfiles import select_index
 from ..tensorfiles import TensorInfo, head_index, tensor_index
 from ..types import DrafterCard, ModelRef
@@ -113,7 +113,7 @@ def head_tensors(ref: ModelRef) -> dict[str, TensorInfo]:
         promised = promised_layers(ref.config)
         raise LoadError(
             f"head of {ref.name} (model_type {ref.model_type})",
-            found=f"no head tensors{f' (config.json declares {promised} layers)' if promised else ''}",
+            found=f"no head tensors{f' (config.json declares {counted(promised)})' if promised else ''}",
             expected="a checkpoint that carries a drafter head",
             next_step="Take the original checkpoint: conversions by other tools drop the head"
             if promised

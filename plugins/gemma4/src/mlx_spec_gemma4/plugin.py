@@ -10,6 +10,7 @@ from mlx_spec.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from mlx_spec.errors import Finding
+    from mlx_spec.head_stages import Stage
     from mlx_spec.models import Drafter, Target
     from mlx_spec.registry import Register
     from mlx_spec.types import DrafterCard, ModelRef
@@ -76,6 +77,16 @@ def spec_load_drafter(ref: ModelRef, card: DrafterCard, target: Target) -> Draft
     from .drafter import Gemma4Drafter
 
     return Gemma4Drafter.load(ref, card, target)
+
+
+@hookimpl
+def spec_inspect_head(target: ModelRef, drafter: ModelRef, card: DrafterCard) -> list[Stage] | None:
+    """What `spec inspect` says of an assistant's shapes, norms and quantisation."""
+    if card.model_type not in ASSISTANT_TYPES:
+        return None
+    from .assistant_stages import assistant_stages
+
+    return assistant_stages(target, drafter)
 
 
 @hookimpl
