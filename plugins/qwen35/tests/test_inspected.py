@@ -14,12 +14,14 @@ from click.testing import CliRunner
 
 from mlx_spec import kernels, load
 from mlx_spec.cli import cli
+from mlx_spec.errors import NoEmbeddedMtpHead
 from mlx_spec.gated_delta import GatedDelta
 from mlx_spec.inspection import inspect
 from mlx_spec.kernels import Candidate
 from mlx_spec.registry import Kernel
 from mlx_spec.settings import reset_settings
 from mlx_spec.state import DeltaState
+from mlx_spec_qwen35.tiny import write_tiny
 
 KINDS = {"gated-delta": GatedDelta, "activation": nn.SiLU, "rms-norm": nn.RMSNorm, "short-convolution": nn.Conv1d}
 
@@ -78,3 +80,15 @@ def test_a_head_directory_has_its_own_layers_and_memory(checkpoint: Callable[...
     assert text["num_hidden_layers"] == layers and report.layers == 1
     assert report.memory is not None and (report.memory.kv_layers, report.memory.state_layers) == (1, 0)
     assert report.memory.kv_bytes == 100 * 2 * text["num_key_value_heads"] * text["head_dim"] * 4
+
+
+def test_a_tiny_checkpoint_declares_the_head_it_has(tmp_path: Path) -> None:
+    def declared(name: str, **options: Any) -> int:
+        target, _ = write_tiny(tmp_path / name, **options)
+        return json.loads((target / "config.json").read_text())["mtp_num_hidden_layers"]
+
+    assert (declared("none"), declared("own", drafter="own"), declared("apart", drafter="mtp")) == (0, 1, 0)
+    assert declared("promise", mtp_num_hidden_layers=1) == 1
+    assert inspect(str(tmp_path / "none" / "target")).stages == []
+    with pytest.raises(NoEmbeddedMtpHead, match=r"config.json declares 1 layer\)"):
+        load(str(tmp_path / "promise" / "target"), kind="mtp")

@@ -114,7 +114,7 @@ def test_probe_proves_it(own: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--draft-kind", "mtp"), "no head tensors (config.json declares 1 layers)"),
+        (("--draft-kind", "mtp"), "found no head tensors, expected a head"),
         (("--draft-model", "{head}", "--spec-config", '{"prompt_lookup_min": 3}'), "drafting option min_n"),
         (
             ("--draft-model", "{head}", "--spec-config", '{"draft_vocab": "absent"}'),

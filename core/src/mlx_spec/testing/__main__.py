@@ -53,9 +53,8 @@ def _tiny(family: str | None, out: Path | None, seed: int, settings: Sequence[st
         )
     pair = write_tiny(family, out, seed, dict(_setting(text) for text in settings))
     print(f"target   {pair.target}")
-    print(
-        f"drafter  {pair.drafter or 'none: this family, or what was asked of it, has no drafter apart from the target'}"
-    )
+    none = f"none was asked for; `tiny {family} --help` shows what --set takes"
+    print(f"drafter  {pair.drafter or none}")
 
 
 def _options(family: str) -> str:
