@@ -387,8 +387,9 @@ SAMPLING = {
 def test_every_flag_of_a_reply_and_of_a_pair_arrives(run, spelled, monkeypatch):
     seen = {}
 
-    def stop(pair, prompt, sampling, values, adaptive):
-        seen.update(pair=pair, prompt=prompt, sampling=sampling, adaptive=adaptive, tokens=values["max_tokens"])
+    def stop(pair, request, quiet):
+        seen.update(pair=pair, prompt=request.prompt, sampling=request.sampling, adaptive=request.adaptive)
+        seen["tokens"] = request.max_tokens
         raise LoadError("this run", found="enough", expected="nothing", next_step="Look at what came in", code="L05")
 
     monkeypatch.setattr(generate, "_run", stop)
@@ -454,3 +455,18 @@ def test_every_state_is_readable_per_pair_and_per_reply(run, tmp_path, flags, ac
     told = json.loads(result.stdout)["speculation"]
     assert (told["active"], told["reason"]) == (active, reason)
     assert f"speculation={'on' if active else 'off'}" in result.stderr and f"reason={reason!r}" in result.stderr
+
+
+def test_the_probe_counts_its_rows_and_explains_a_tie(target, monkeypatch):
+    from mlx_spec.types import ExactnessReport
+
+    def report(gap: float) -> ExactnessReport:
+        width = {"level": "bitwise", "unequal": 0, "mismatches": 0, "max_abs_diff": 0.0, "min_gap": gap}
+        widths = [{"width": 2, "rows": 45, **width}, {"width": 3, "rows": 65, **width}]
+        return ExactnessReport("bitwise", 3, 3, 0.0, gap, rows=65, widths=widths)
+
+    for gap, told in ((0.0, True), (0.25, False)):
+        monkeypatch.setattr("mlx_spec.probe.prove", lambda *_, gap=gap, **__: report(gap))
+        result = CliRunner().invoke(cli, ["probe", "-m", str(target), "--draft-kind", "prompt-lookup"])
+        assert result.exit_code == 0 and "110, 65 of them at L=3" in result.stdout
+        assert ("(a tie)" in result.stdout, "share the highest logit" in result.stderr) == (told, told)

@@ -55,6 +55,15 @@ def test_damaged_containers(content, words, tmp_path):
     assert error.code == "L50" and words in str(error) and "checksum" in error.next_step
 
 
+@pytest.mark.parametrize("name", ["README.md", "model.safetensors"])
+def test_a_file_that_is_something_else_is_not_called_a_damaged_one(name, tmp_path):
+    (tmp_path / name).write_bytes(b"# some text")
+    with pytest.raises(SpecError) as caught:
+        convert_gguf(tmp_path / name, tmp_path / "out")
+    assert caught.value.code == "L50" and "found no GGUF file: its first bytes are b'# so'" in str(caught.value)
+    assert "checksum" not in caught.value.next_step and "config.json" in caught.value.next_step
+
+
 def test_every_truncation_is_refused(tmp_path):
     for cut in sorted({*range(0, 3000, 97), *range(3000, len(WHOLE) - 1, 4001), len(WHOLE) - 33}):
         assert refused(WHOLE[:cut], tmp_path).code == "L50", cut

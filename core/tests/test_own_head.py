@@ -147,3 +147,12 @@ def test_inspect_calls_it_a_target_and_says_how_to_use_the_head(folder):
 
 def test_it_still_loads_as_a_target(folder):
     assert load_target(open_ref(str(folder("b", head=False)))).vocab_size == 131
+
+
+def test_a_drafter_name_that_means_nothing_is_told_by_its_flag(folder):
+    ref = open_ref(str(folder("a")))
+    for name in ("demo:nosuch", "https://host/a"):
+        with pytest.raises(UsageError, match=r"^--draft-model: found .*" + name.split(":")[1]):
+            choose_drafter(name, None, {}, ref)
+        with pytest.raises(UsageError, match=r"^MLX_SPEC_DRAFT_MODEL: found "):
+            choose_drafter(name, None, {}, ref, name_from="MLX_SPEC_DRAFT_MODEL")

@@ -11,6 +11,8 @@ from tinymodels import SMALL_LLAMA, write_model
 
 from mlx_spec import plugins
 from mlx_spec.cli import cli
+from mlx_spec.cli.pair import verdict
+from mlx_spec.errors import Finding, PairError, listed
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,12 @@ def test_a_drafter_that_is_always_right(folders):
     assert result.exit_code == 0, result.output
     rows = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
     assert "yes" in rows["works"] and "bitwise" in rows["exactness"] and "yes" in rows["tokens equal"]
-    assert "100%" in rows["acceptance"] and "by position" in rows["acceptance"] and "x)" in rows["speculative"]
+    assert "100%" in rows["acceptance"] and "by position" in rows["acceptance"] and "tokens/s" in rows["speculative"]
     said = json.loads(spec_pair(folders, "target", "--json").stdout)
     assert said["plan"]["active"] and set(said["gain"]["acceptance_by_position"]) == {1.0}
+    assert 1 <= len(said["gain"]["ratios"]) <= 3
+    assert said["gain"]["verdict"] == verdict(said["gain"]["ratios"], said["gain"]["governor"])
+    assert "x (" in rows["gain"] and "on this prompt" in rows["gain"]
     assert said["gain"]["tokens_per_round"] > 1 and said["gain"]["token_ids_equal"]
 
 
@@ -47,9 +52,37 @@ def test_a_drafter_that_is_never_right_says_so(folders):
     assert said["gain"]["governor"].startswith(("parked", "K="))
 
 
+@pytest.mark.parametrize(
+    ("ratios", "governor", "words"),
+    [
+        ([1.2, 1.3, 1.1], "K=3: 1.2x", "1.20x (1.10-1.30): it pays on this prompt"),
+        ([0.9, 0.8, 0.95], "K=3: 1.2x", "0.90x (0.80-0.95): it does not pay on this prompt"),
+        ([0.9, 1.1, 1.2], "", "1.10x (0.90-1.20): undecided on this prompt, the runs disagree"),
+        ([0.97, 0.98, 0.99], "parked: ...", "it does not pay on this prompt, so replies go on plainly (parked)"),
+        ([1.4], "", "1.40x in one run of each, which says little"),
+    ],
+)
+def test_what_the_runs_say_of_the_gain(ratios, governor, words):
+    assert words in verdict(ratios, governor)
+
+
 def test_findings_only(folders):
     said = json.loads(spec_pair(folders, "target", "--json", "--no-measure").stdout)
     assert said["gain"] is None and said["plan"]["exactness"]["level"] == "bitwise"
+
+
+def test_a_next_step_that_findings_share_is_told_once():
+    def finding(code: str, step: str) -> Finding:
+        return Finding(code, "error", f"thing {code}", "one", "another", step)
+
+    both = [finding("A1", "Take others"), finding("A2", "Drop it"), finding("A3", "Take others")]
+    assert str(PairError(both)).splitlines() == [
+        "thing A1: found one, expected another.",
+        "thing A2: found one, expected another. Drop it.",
+        "thing A3: found one, expected another. Take others.",
+    ]
+    assert listed(both, coded=True)[0] == "error A1: thing A1: found one, expected another."
+    assert PairError(both).next_step == "Take others"
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])

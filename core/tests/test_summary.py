@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from tinymodels import LLAMA, write_model
 
 from mlx_spec import diagnostics, plugins, settings
 from mlx_spec.cli import cli
+from mlx_spec.request import next_id
 
 LOOKUP = ("--draft-kind", "prompt-lookup")
 REPEATED = ",".join(["9,8,7,6,5"] * 5)
@@ -68,7 +70,14 @@ def test_a_reply_without_drafts_or_tokens_is_no_matter_of_proof(run):
 
 def test_times_of_phases_are_shown_only_where_each_phase_waits(run):
     assert "phases " not in run("-n", 6, "--fixed", *LOOKUP).stderr
+    assert json.loads(run("-n", 6, "--fixed", "--json", *LOOKUP).stdout)["timings"]["phases_ms"] == {}
     assert "verify" in row(run("-n", 6, "--fixed", "--profile", *LOOKUP), "phases")
+
+
+def test_the_reply_is_numbered_before_those_that_warm_up(run):
+    before = next_id()
+    result = run("-n", 6, "--fixed", "--compare", *LOOKUP, MLX_SPEC_DRAFT_PROFILE="1")
+    assert f"request={before + 1} " in result.stderr
 
 
 def test_the_profile_of_the_reply_stands_behind_it_and_alone(run):

@@ -59,7 +59,7 @@ CODES = _table(
     ("U03", "An environment variable with a value that means nothing", "settings", "settings"),
     ("U04", "No home directory and no cache folder named", "settings", "settings"),
     ("U05", "MLX_SPEC_KERNELS names a kernel that no plugin brings", "settings", "kernels"),
-    ("U10", "An empty prompt", "request", "intake"),
+    ("U10", "A prompt without a single token", "request", "intake"),
     ("U11", "A prompt token that is no integer", "request", "intake"),
     ("U12", "A prompt token outside the vocabulary", "request", "intake"),
     ("U13", "A prompt that leaves no room in the context", "request", "intake"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import UsageError
+from .errors import MODEL_NAME, UsageError
 
 if TYPE_CHECKING:
     from .registry import Demo
@@ -45,5 +45,5 @@ def demo_pair(plugin: str | None = None, flag: str = "-m") -> Demo:
 
 def demo_folder(name: str, drafter: bool = False) -> Path:
     """Folder behind demo:PLUGIN: its target's, or its drafter's."""
-    demo = demo_pair(name.removeprefix(DEMO), "model name")
+    demo = demo_pair(name.removeprefix(DEMO), MODEL_NAME)
     return demo.drafter if drafter else demo.target

@@ -62,13 +62,14 @@ def gaps_logged() -> bool:
 
 
 def request_line(row: Row, result: Result, clock: Clock) -> None:
-    """Log accepted/proposed per position, tokens per round and the time split of one request.
+    """Log accepted/proposed per position, tokens per round and, of a profiled request, its time split.
 
     MLX_SPEC_DRAFT_PROFILE=1 prints the line, whatever the level of the log.
     """
     from .settings import get_settings
 
-    result.timings.phases_ms = {name: seconds * 1e3 for name, seconds in clock.seconds.items()}
+    if clock.sync:  # unless each phase waits for its result, the one that reads waits for all
+        result.timings.phases_ms = {name: seconds * 1e3 for name, seconds in clock.seconds.items()}
     settings = get_settings()
     if settings.draft_profile:
         if _held is not None:
@@ -88,9 +89,10 @@ def line(row: Row, result: Result) -> str:
     depth = " ".join(f"d{i + 1}={a}/{p}" for i, (a, p) in enumerate(pairs))
     rate = f" ({timings.draft_n_accepted / timings.draft_n:.1%})" if timings.draft_n else ""
     split = ", ".join(f"{name} {ms:.1f}" for name, ms in timings.phases_ms.items())
+    phases = f" split_ms[{split}]" if split else ""
     return (
         f"request={row.request.id} finish={result.finish_reason} tokens={len(result.token_ids)} "
         f"law={report.law} kind={timings.draft_kind} rounds={timings.draft_rounds} plain_steps={timings.plain_steps} "
         f"accept={timings.draft_n_accepted}/{timings.draft_n}{rate} {depth} "
-        f"tokens_per_round={report.tokens_per_round:.2f} split_ms[{split}]"
+        f"tokens_per_round={report.tokens_per_round:.2f}{phases}"
     )

@@ -13,13 +13,17 @@ SpecError                 base; every message is "<what>: found X, expected Y. <
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, Self
 
 Severity = Literal["error", "warning", "note"]
 FINDINGS = "mlx_spec.findings"
 """Logger of what is found about a pair while it loads; the commands print findings themselves."""
 
+
+MODEL_NAME = "model name"
+"""What an error is about that does not know which option or setting a name came from."""
 
 LONGEST = 600  # characters of one part of a message: a value somebody gave may be a whole file
 
@@ -33,8 +37,8 @@ def shorten(text: str, limit: int = 80) -> str:
 
 def message(what: str, found: object, expected: object, next_step: str) -> str:
     """The one sentence shape of every error: what, found, expected, next step; huge values are cut."""
-    step = next_step if next_step.endswith((".", "!", "?")) else next_step + "."
-    return f"{shorten(what, LONGEST)}: found {shorten(str(found), LONGEST)}, expected {expected}. {step}"
+    step = next_step if not next_step or next_step.endswith((".", "!", "?")) else next_step + "."
+    return f"{shorten(what, LONGEST)}: found {shorten(str(found), LONGEST)}, expected {expected}. {step}".rstrip()
 
 
 class SpecError(Exception):
@@ -56,7 +60,7 @@ class SpecError(Exception):
 
     def given_by(self, source: str) -> Self:
         """The same error, naming the flag or variable that brought the value at fault."""
-        self.what = f"{source}: {self.what}"
+        self.what = source if self.what == MODEL_NAME else f"{source}: {self.what}"
         self.args = (message(self.what, self.found, self.expected, self.next_step),)
         return self
 
@@ -125,6 +129,19 @@ class Finding:
         return asdict(self)
 
 
+def listed(findings: Sequence[Finding], coded: bool = False) -> list[str]:
+    """A message per finding; a next step that several share is told once, by the last of them.
+
+    coded: begin each with severity and code, as `Finding.line` does.
+    """
+    lines = []
+    for i, finding in enumerate(findings):
+        shared = any(later.next_step == finding.next_step for later in findings[i + 1 :])
+        one = replace(finding, next_step="") if shared else finding
+        lines.append(one.line() if coded else str(one))
+    return lines
+
+
 class PairError(RefusedError):
     """Target and drafter do not fit; `findings` holds every reason, errors first."""
 
@@ -136,6 +153,4 @@ class PairError(RefusedError):
         super().__init__(
             first.subject, found=first.found, expected=first.expected, next_step=first.next_step, code=first.code
         )
-        rest = [f for f in self.findings[1:] if f.severity == "error"]
-        if rest:
-            self.args = ("\n".join([self.args[0], *(str(f) for f in rest)]),)
+        self.args = ("\n".join(listed([first, *(f for f in self.findings[1:] if f.severity == "error")])),)

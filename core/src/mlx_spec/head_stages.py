@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 State = Literal["ok", "no", "open"]
 FAMILY_STAGES = ("shapes", "norms", "quantisation")  # those a plugin answers for
 NOTHING = "Nothing has to be done"
-UNRECORDED = "P32"
 APART = "If hardly any draft is accepted, take the drafter that was trained for this very target"
 
 
@@ -150,7 +149,7 @@ def _by_validation(target: ModelRef, drafter: ModelRef, card: DrafterCard, owner
 
 def _trunk(target: ModelRef, drafter: ModelRef, extracted: bool) -> Stage:
     """Whose head it is, by its record."""
-    from .conversion.trunk import check_trunk, side_files
+    from .conversion.trunk import UNRECORDED, check_trunk, side_files
 
     try:
         findings = check_trunk(target, drafter, extracted=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .checkpoint import end_ids, read_config, tensor_index
 from .coverage import Coverage, kernel_coverage
-from .errors import Finding, PairError, SpecError
+from .errors import Finding, PairError, SpecError, listed
 from .generic_target import declared_context
 from .head_stages import Stage, own_stages, pair_stages
 from .heads import HEAD_KIND, Head, contradictions, find_heads, text_section, whole_index
@@ -352,7 +352,7 @@ def _candidate(ref: ModelRef, name: str) -> DrafterFit:
         kind = choice.kind
         findings = validate_pair(ref, choice)
     except PairError as refused:
-        reason = "; ".join(f.line() for f in refused.findings if f.severity == "error")
+        reason = "; ".join(listed([f for f in refused.findings if f.severity == "error"], coded=True))
         return DrafterFit(kind, name, False, reason, _stages_of(ref, choice) if choice is not None else [])
     except SpecError as error:
         return DrafterFit(kind, name, False, str(error))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .errors import Finding, LoadError, NoEmbeddedMtpHead, PairError, RefusedError, SpecError, UsageError
+from .errors import MODEL_NAME, Finding, LoadError, NoEmbeddedMtpHead, PairError, RefusedError, SpecError, UsageError
 from .heads import HEAD_KIND
 from .registry import CORE
 from .types import DrafterCard, ModelRef
@@ -197,7 +197,8 @@ def _choose(
     try:
         ref = open_ref(name, drafter=True)
     except SpecError as error:
-        raise error if name_from == DRAFTER_FLAG else error.given_by(name_from)  # noqa: B904 - it is the same error
+        nameless = name_from != DRAFTER_FLAG or error.what == MODEL_NAME
+        raise error.given_by(name_from) if nameless else error  # noqa: B904 - it is the same error
     return _classify(ref, kind, target, kind_from)
 
 
@@ -219,7 +220,7 @@ def _no_head(target: ModelRef) -> NoEmbeddedMtpHead:
 
 
 def _apart(target: ModelRef) -> str:
-    """The step for a family whose heads are models of their own; "" for one whose checkpoints may carry them."""
+    """The step for a family whose heads are models of their own; "" where checkpoints may carry them."""
     from .demos import DEMO
     from .plugins import get_manager
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .checkpoint import read_config
 from .demos import DEMO, demo_folder
-from .errors import LoadError, UsageError
+from .errors import MODEL_NAME, LoadError, UsageError
 from .types import ModelRef
 
 WANTED = (
@@ -76,14 +76,14 @@ def resolve_part(name: str, wanted: Callable[[str], bool]) -> ModelRef:
 def _refuse_bad_name(text: str) -> None:
     """Names that can be neither a path nor a hub id."""
     if not text.strip():
-        raise UsageError("model name", found="an empty name", expected=_EXPECTED, next_step="Name a model", code="U01")
+        raise UsageError(MODEL_NAME, found="an empty name", expected=_EXPECTED, next_step="Name a model", code="U01")
     if "\0" in text:
         raise UsageError(
-            "model name", found=f"a NUL byte in {text!r}", expected=_EXPECTED, next_step="Remove it", code="U01"
+            MODEL_NAME, found=f"a NUL byte in {text!r}", expected=_EXPECTED, next_step="Remove it", code="U01"
         )
     if _SCHEME.match(text):
         raise UsageError(
-            "model name",
+            MODEL_NAME,
             found=f"the URL {text!r}",
             expected=_EXPECTED,
             next_step="Give the path without a scheme, or the hub id alone",
@@ -105,7 +105,7 @@ def _inside(text: str, root: Path) -> Path:
     path = (base / text).resolve()
     if text.startswith("~") or (path != base and base not in path.parents):
         raise UsageError(
-            "model name",
+            MODEL_NAME,
             found=f"{text!r}, which is outside the model root",
             expected="the name of a folder inside the model root",
             next_step="Name a model that is being served",
@@ -162,7 +162,7 @@ def _not_found(text: str, path: Path) -> UsageError | LoadError:
             f"model {text}", found=f"no directory {path}", expected=_EXPECTED, next_step="Check the path", code="L01"
         )
     return UsageError(
-        "model name",
+        MODEL_NAME,
         found=f"{text!r}, which is no directory and no hub id",
         expected=_EXPECTED,
         next_step="Check the spelling",

@@ -51,7 +51,10 @@ class Request:
 
 @dataclass(slots=True)
 class Timings:
-    """Clocks and counters of one request; names follow what llama.cpp clients read."""
+    """Clocks and counters of one request; names follow what llama.cpp clients read.
+
+    `phases_ms` is filled under MLX_SPEC_DRAFT_PROFILE=1 and `--profile` only, where every phase waits for its result.
+    """
 
     prompt_ms: float = 0.0
     predicted_ms: float = 0.0

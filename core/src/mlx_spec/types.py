@@ -134,7 +134,8 @@ class ExactnessReport:
         level: the level reached at `width`.
         width: widest L probed that reaches `level`; 1 when none does.
         asked_width: L the pair was going to run at.
-        max_abs_diff, min_top2_gap: over all compared logits rows.
+        max_abs_diff, min_top2_gap, mismatches, rows: of the rows compared at `width`, or at the widest L when it is 1.
+            A gap of 0 is a tie: two tokens share the highest logit, which rounding to bfloat16 makes common.
         first_layer: name of the first differing tap, "" when nothing differs.
         source: "probed" or "memo".
         widths: per width 2..asked: width, level, rows, unequal, mismatches, max_abs_diff, min_gap.

@@ -15,7 +15,7 @@ from .values import NUMBER, WHOLE, Whole
 
 if TYPE_CHECKING:
     from ..pair import Pair
-    from ..request import Result
+    from ..request import Request, Result
     from ..sampling import Sampling
 
 # No sign, no underscore, no digit of another script; more digits than any vocabulary needs are no id.
@@ -26,7 +26,11 @@ DEMO_PROMPT = "def walk(node):\n    for child in node.children:\n        if isin
 
 @click.command("generate")
 @pair_options
-@click.option("-p", "--prompt", help="Prompt text; - reads standard input.")
+@click.option(
+    "-p",
+    "--prompt",
+    help="Prompt text; - reads standard input. Empty text is what the tokenizer begins every text with.",
+)
 @click.option("--prompt-file", type=click.Path(dir_okay=False), help="Read the prompt from a file.")
 @click.option("--prompt-ids", help="Token ids, comma-separated or a JSON list.")
 @click.option("-n", "--max-tokens", type=Whole(0), default=256, show_default=True, help="Longest reply.")
@@ -83,9 +87,10 @@ def command(**values: Any) -> None:
         force_profiling()
     adaptive = not values["fixed"] and chosen.adaptive is not False
     compare = values["compare"] if values["compare"] is not None else chosen.demo is not None
+    request = _request(prompt, sampling, values, adaptive)
     if compare:
         _warm_up(pair, prompt)
-    result = _run(pair, prompt, sampling, values, adaptive)
+    result = _run(pair, request, values["as_json"])
     plain = _plain(pair, prompt, sampling, values, result) if compare else None
     _report(pair, result, plain, values)
     if result.finish_reason == "error":
@@ -139,7 +144,7 @@ def _parse_ids(text: str) -> list[int]:
     if inside.startswith("[") and inside.endswith("]"):
         inside = inside[1:-1]
     if not inside.strip():
-        return []  # refused as an empty prompt
+        return []  # refused as a prompt without tokens
     if not _IDS.fullmatch(inside):
         wrong = next((part.strip() for part in inside.split(",") if not _ID.fullmatch(part)), inside)
         raise UsageError(
@@ -200,26 +205,26 @@ def _sampling(values: dict[str, Any], chosen: PairOptions) -> Sampling:
     return Sampling(**given, acceptance=acceptance, stop=tuple(values["stop"]))
 
 
-def _run(pair: Pair, prompt: list[int], sampling: Sampling, values: dict[str, Any], adaptive: bool) -> Result:
-    from ..diagnostics import held
-    from ..engine import Engine
+def _request(prompt: list[int], sampling: Sampling, values: dict[str, Any], adaptive: bool) -> Request:
+    """The reply asked for; made before those that warm up, so that its number is the first."""
     from ..request import Request
 
-    request = Request(
-        prompt,
-        sampling,
-        values["max_tokens"],
-        ignore_eos=values["ignore_eos"],
-        adaptive=adaptive,
-    )
+    return Request(prompt, sampling, values["max_tokens"], ignore_eos=values["ignore_eos"], adaptive=adaptive)
+
+
+def _run(pair: Pair, request: Request, quiet: bool) -> Result:
+    """Generate the reply, its text on standard output as it comes unless `quiet`."""
+    from ..diagnostics import held
+    from ..engine import Engine
+
     with held() as profile:
         handle = Engine(pair, max_rows=1).submit(request)
         for event in handle:
-            if not values["as_json"] and event.text:
+            if not quiet and event.text:
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
         result = handle.result()
-    if not values["as_json"]:
+    if not quiet:
         sys.stdout.write("\n")
         sys.stdout.flush()
     for line in profile:
@@ -293,8 +298,6 @@ def _exactness(pair: Pair, result: Result, verdict: str) -> str:
 
 def summary(pair: Pair, result: Result, plain: Result | None, verdict: str, asked: int) -> list[str]:
     """The lines under a reply for which `asked` tokens were asked."""
-    from ..diagnostics import profiling
-
     timings, spec = result.timings, result.speculation
     speed = f"{timings.predicted_per_second:.1f} tokens/s"
     if plain is not None:
@@ -319,6 +322,6 @@ def summary(pair: Pair, result: Result, plain: Result | None, verdict: str, aske
         lines.append(f"governor    {spec.governor}")
     lines += [f"fallback    {reason}" for reason in spec.fallbacks]
     lines.append(f"exactness   {_exactness(pair, result, verdict)}")
-    if timings.phases_ms and profiling():  # unless each phase waits for its result, the one that reads waits for all
+    if timings.phases_ms:
         lines.append("phases      " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in timings.phases_ms.items()))
     return lines

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,9 +15,13 @@ from .options import load_pair, pair_options, read_pair_options
 from .output import print_json, print_table, progress
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..pair import Pair
+    from ..request import Result
 
 SAMPLE_TOKENS = 96
+TURNS, LONG = 3, 10.0  # runs of each kind, and seconds after which no further turn begins
 
 
 @click.command("pair")
@@ -44,26 +51,58 @@ def command(prompt: str | None, no_measure: bool, as_json: bool, **values: Any) 
 
 
 def measure_gain(pair: Pair, prompt: str | None) -> dict[str, Any]:
-    """Tokens per second, plain and speculative, on one short greedy reply; both warmed up first."""
+    """Tokens per second, plain and speculative in turns, on one short greedy reply; both warmed up first."""
     from ..api import encode, generate
     from ..probe import TEXTS
 
     ids = encode(pair, prompt or TEXTS[0]) if pair.tokenizer is not None else [1, 2, 3]
-    runs = {}
-    for name, speculative in (("plain", False), ("speculative", True)):
+    for speculative in (False, True):
         generate(pair, ids, None, 8, ignore_eos=True, speculative=speculative)
-        runs[name] = generate(pair, ids, None, SAMPLE_TOKENS, ignore_eos=True, speculative=speculative)
-    plain, fast = runs["plain"], runs["speculative"]
-    base = plain.timings.predicted_per_second
+    speeds: tuple[list[float], list[float]] = ([], [])
+    ratios: list[float] = []
+    replies: list[Result] = []
+    begun = time.monotonic()
+    while len(ratios) < TURNS and time.monotonic() - begun < LONG:
+        plain = generate(pair, ids, None, SAMPLE_TOKENS, ignore_eos=True, speculative=False)
+        fast = generate(pair, ids, None, SAMPLE_TOKENS, ignore_eos=True)
+        for done, rate in zip(speeds, (plain, fast), strict=True):
+            done.append(rate.timings.predicted_per_second)
+        replies.append(fast)
+        ratios.append(speeds[1][-1] / speeds[0][-1] if speeds[0][-1] else 1.0)
     return {
-        "plain_per_second": base,
-        "speculative_per_second": fast.timings.predicted_per_second,
-        "ratio": fast.timings.predicted_per_second / base if base else None,
-        "tokens_per_round": fast.speculation.tokens_per_round,
-        "acceptance_by_position": fast.speculation.acceptance_by_position,
-        "token_ids_equal": plain.token_ids == fast.token_ids,
+        "plain_per_second": statistics.median(speeds[0]),
+        "speculative_per_second": statistics.median(speeds[1]),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "verdict": verdict(ratios, fast.speculation.governor),
+        "tokens_per_round": statistics.fmean(reply.speculation.tokens_per_round for reply in replies),
+        "acceptance_by_position": _acceptance(replies),
+        "token_ids_equal": all(reply.token_ids == plain.token_ids for reply in replies),
         "governor": fast.speculation.governor,
     }
+
+
+def _acceptance(replies: Sequence[Result]) -> list[float]:
+    """Accepted / proposed by position, over all replies; as many positions as were proposed at."""
+    reports = [reply.speculation for reply in replies]
+    proposed = map(sum, zip_longest(*(report.proposed_by_position for report in reports), fillvalue=0))
+    accepted = map(sum, zip_longest(*(report.accepted_by_position for report in reports), fillvalue=0))
+    return [a / p if p else 0.0 for a, p in zip(accepted, proposed, strict=True)]
+
+
+def verdict(ratios: Sequence[float], governor: str) -> str:
+    """What these ratios, speculative to plain, say of a gain; `governor`: its line about the last reply."""
+    low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+    if len(ratios) == 1:
+        return f"{middle:.2f}x in one run of each, which says little; spec bench measures more"
+    if low > 1:
+        words = "it pays on this prompt"
+    elif high >= 1:
+        words = "undecided on this prompt, the runs disagree; spec bench measures more"
+    else:
+        words = "it does not pay on this prompt"
+        words += ", so replies go on plainly (parked)" if governor.startswith("parked") else ""
+    return f"{middle:.2f}x ({low:.2f}-{high:.2f}): {words}"
 
 
 def _alone(pair: Pair) -> list[tuple[str, object]]:
@@ -99,14 +138,21 @@ def _rows(pair: Pair, gain: dict[str, Any] | None) -> list[tuple[str, object]]:
     ]
     rows += [("note", text) for text in plan.notes]
     if pair.drafter is not None:
-        rows += [(key.replace("_", " "), value) for key, value in pair.drafter.card.extra.items()]
+        rows += [(f"drafter {key}", _shown(value)) for key, value in pair.drafter.card.extra.items()]
     if gain is not None:
         accept = ", ".join(f"{a:.0%}" for a in gain["acceptance_by_position"])
+        per = f"{gain['tokens_per_round']:.2f}"
         rows += [
             ("plain", f"{gain['plain_per_second']:.1f} tokens/s"),
-            ("speculative", f"{gain['speculative_per_second']:.1f} tokens/s ({gain['ratio']:.2f}x)"),
-            ("acceptance", f"{accept} by position, {gain['tokens_per_round']:.2f} tokens per forward"),
+            ("speculative", f"{gain['speculative_per_second']:.1f} tokens/s"),
+            ("gain", gain["verdict"]),
+            ("acceptance", f"{accept + ' by position' if accept else 'no drafts'}, {per} tokens per forward"),
             ("tokens equal", "yes" if gain["token_ids_equal"] else "NO"),
             ("governor", gain["governor"]),
         ]
     return rows
+
+
+def _shown(value: object) -> object:
+    """A fact about a drafter; true and false as a person says them."""
+    return ("no", "yes")[value] if isinstance(value, bool) else value

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import UsageError
 from .options import load_pair, pair_options, read_pair_options
 from .output import note, print_json, print_table, progress
+
+if TYPE_CHECKING:
+    from ..types import ExactnessReport
+
+TIE = (
+    "note: a gap of 0 is a tie: two tokens share the highest logit of a row, which rounding to bfloat16 makes common. "
+    "Of equal bytes the same one is picked on both sides; where bytes differ, a tie may go either way."
+)
 
 
 @click.command("probe")
@@ -41,10 +49,10 @@ def command(memo: bool, as_json: bool, **values: Any) -> None:
     rows = [
         ("level", report.level),
         ("width", f"L={report.width} of L={report.asked_width} asked ({pair.plan.block_size_from})"),
-        ("rows compared", report.rows),
+        ("rows compared", f"{sum(w['rows'] for w in report.widths)}, {report.rows} of them at {shown(report)}"),
         ("rows picking another token", report.mismatches),
         ("largest logit difference", f"{report.max_abs_diff:.3g}"),
-        ("smallest top-2 gap", f"{report.min_top2_gap:.3g}"),
+        ("smallest top-2 gap", f"{report.min_top2_gap:.3g}{'' if report.min_top2_gap else ' (a tie)'}"),
         ("first differing layer", report.first_layer or "none"),
         ("source", report.source),
         *sorted(report.environment.items()),
@@ -65,5 +73,12 @@ def command(memo: bool, as_json: bool, **values: Any) -> None:
             for w in report.widths
         ],
     )
+    if not all(w["min_gap"] for w in report.widths):
+        note(TIE)
     if report.reason:
         note(f"note: {report.reason}")
+
+
+def shown(report: ExactnessReport) -> str:
+    """The width that the report's own figures are of."""
+    return f"L={report.width if report.width > 1 else report.asked_width}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..tensorfiles import unreadable
-from .refusals import damaged
+from .refusals import damaged, no_gguf
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -114,7 +114,7 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
     """Numbers of tensors and of metadata entries."""
     magic = cursor.take(min(4, cursor.size), "the first bytes")
     if magic != MAGIC:
-        raise damaged(cursor.path, f"the first bytes {magic!r}", f"{MAGIC!r}")
+        raise no_gguf(cursor.path, magic, MAGIC)
     version = cursor.number("I", "the version")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")

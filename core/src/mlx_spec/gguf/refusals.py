@@ -28,6 +28,19 @@ def damaged(path: Path, found: str, expected: str) -> LoadError:
     )
 
 
+def no_gguf(path: Path, magic: bytes, expected: bytes) -> LoadError:
+    """A file that begins like something else; one that is named as a GGUF file may be a damaged one."""
+    if path.suffix == ".gguf":
+        return damaged(path, f"the first bytes {magic!r}", f"{expected!r}")
+    return LoadError(
+        f"file {path}",
+        found=f"no GGUF file: its first bytes are {magic!r}",
+        expected=f"{expected!r}, as a GGUF file begins, or a directory of safetensors",
+        next_step="Give a GGUF file, or the directory that holds config.json and the safetensors files",
+        code="L50",
+    )
+
+
 def architecture(path: Path, name: str, known: Iterable[str]) -> LoadError:
     """Nobody wrote down what this architecture's tensors mean."""
     return LoadError(

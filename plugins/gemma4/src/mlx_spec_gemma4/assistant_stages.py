@@ -10,9 +10,7 @@ from mlx_spec.types import ModelRef
 
 from .config import assistant_config
 from .inventory import quantised_modules
-from .validate import validate
-
-PACKING = "GM22"
+from .validate import PACKING, validate
 
 
 def assistant_stages(target: ModelRef, drafter: ModelRef) -> list[Stage]:

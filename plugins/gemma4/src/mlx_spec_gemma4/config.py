@@ -199,7 +199,10 @@ def assistant_card(ref: ModelRef) -> DrafterCard:
         model_type=config.model_type,
         block_size=config.block_size,
         vocab_size=config.text.vocab_size,
-        extra={"backbone_hidden_size": config.backbone_hidden_size, "ordered": config.use_ordered_embeddings},
+        extra={
+            "backbone_hidden_size": config.backbone_hidden_size,
+            "use_ordered_embeddings": config.use_ordered_embeddings,
+        },
     )
 
 

@@ -21,7 +21,8 @@ PARTNERS = {
 }
 OTHER_PAIR = "Pair the target with the assistant released for it, or the assistant with its own target"
 COMPLETE = "Use a complete assistant checkpoint whose config.json belongs to its weights"
-_PROBLEM_CODES = {"tensors": "GM20", "shape": "GM21", "quantisation": "GM22", "not an assistant": "GM23"}
+PACKING = "GM22"
+_PROBLEM_CODES = {"tensors": "GM20", "shape": "GM21", "quantisation": PACKING, "not an assistant": "GM23"}
 
 
 def validate(target: ModelRef, drafter: ModelRef) -> list[Finding]:

@@ -112,8 +112,7 @@ def write_tiny(
         block_size: what the drafter in out/drafter declares.
         agree: layers add little to the token's embedding and the head passes it on, so that some drafts are accepted.
         sliding, causal: of DFlash drafters: a sliding first layer; what dflash_config says of its blocks.
-        config: keys of the text configuration to override; mtp_num_hidden_layers is 0 in the target without a head of
-            its own, unless it is given here, as in conversions that drop the tensors and keep the promise.
+        config: keys of the text configuration to override; the head declared is the one there is, unless given here.
     """
     if variant not in VARIANTS or drafter not in DRAFTERS or (bits is not None and raw):
         raise UsageError(
@@ -134,8 +133,7 @@ def write_tiny(
     if wrapper:
         name = "model.visual" if raw else "vision_tower"
         tensors[f"{name}.patch_embed.proj.weight"] = mx.array(draw.matrix(24, 12).astype(np.float32))
-    kept = text if drafter == "own" or PROMISE in config else {**text, PROMISE: 0}
-    whole = _config(kept, variant, wrapper)
+    whole = _config(text if drafter == "own" or PROMISE in config else {**text, PROMISE: 0}, variant, wrapper)
     target = _write(Path(out) / "target", whole, tensors, bits, dtype, 2, "pt" if raw else "mlx")
     write_byte_tokenizer(target, text["vocab_size"], SPECIALS)
     if drafter in ("dflash", "dflash2"):
