@@ -1,8 +1,9 @@
 // Attention of a few queries over stored keys and values. Included inside the kernel file's namespace.
 //
 // Row invariance, also when hidden keys lie before, between or behind the visible ones: the score of a key is one
-// chain per lane over D and one fixed tree, whether stored plain or packed; the largest score does not depend on order; weights are added up, and
-// values gathered, key after key from the first to the last, and a key of weight zero is left out.
+// chain per lane over D and one fixed tree, whether stored plain or packed, but for those of attention_pairs.inl; the
+// largest score does not depend on order; weights are added up, and values gathered, key after key from the first to
+// the last, and a key of weight zero is left out.
 
 // How a kind of storage is read: a row is one key or value, `at` its W elements from d on, in the order of `place`.
 constexpr int64_t AHEAD = 4096;  // bytes of rows that are fetched before they are read
@@ -54,11 +55,12 @@ struct Room {
   int64_t width, pitch;
   float *q, *scores, *totals;
   explicit Room(const Attention& a)
-      : width(round_up(a.D)), pitch(round_up(a.count)), q(a.scratch), scores(q + a.rows * width), totals(scores + a.rows * pitch) {}
+      : width((a.D + 31) / 32 * 32), pitch(round_up(a.count)), q(a.scratch), scores(q + a.rows * width), totals(scores + a.rows * pitch) {}
 };
 
 static int64_t attention_floats(const Attention& a) {
-  return a.rows * (round_up(a.D) + round_up(a.count) + 1);
+  const Room room(a);
+  return a.rows * (room.width + room.pitch + 1);
 }
 
 // Keys that some row may see.
@@ -94,9 +96,9 @@ static void take_queries(const Attention& a) {
   }
 }
 
-// Scores of the keys from `first`, a multiple of 4, to `last`.
+// Scores of the keys from `first`, a multiple of 4, to `last` for R rows from `row` on.
 template <class Row, int R>
-static void score_rows(const Attention& a, int64_t first, int64_t last) {
+static void score_rows(const Attention& a, int row, int64_t first, int64_t last) {
   const Room room(a);
   const Ahead ahead(a, a.keys, a.D);
   for (int64_t t = first; t < last; t += 4) {
@@ -111,7 +113,7 @@ static void score_rows(const Attention& a, int64_t first, int64_t last) {
       for (int j = 0; j < 4; j++) k[j] = keys[j].at(d, a.D - d);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        const vec v = load(room.q + r * room.width + d);
+        const vec v = load(room.q + (row + r) * room.width + d);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) acc[r][j] = fma(v, k[j], acc[r][j]);
       }
@@ -119,7 +121,7 @@ static void score_rows(const Attention& a, int64_t first, int64_t last) {
     for (int r = 0; r < R; r++) {
       float out[4];
       sum4(acc[r], out);
-      for (int64_t j = 0; j < 4 && t + j < last; j++) room.scores[r * room.pitch + t + j] = out[j];
+      for (int64_t j = 0; j < 4 && t + j < last; j++) room.scores[(row + r) * room.pitch + t + j] = out[j];
     }
   }
 }
@@ -162,22 +164,24 @@ static void weigh_row(const Attention& a, int r, float* s, int64_t pitch) {
   for (t = visible; t < pitch; t++) s[t] = 0;
 }
 
+// The same for R rows from `row` on, and the sums of their weights.
 template <int R>
-static void weigh_rows(const Attention& a) {
+static void weigh_rows(const Attention& a, int row) {
   const Room room(a);
-  for (int r = 0; r < R; r++) weigh_row(a, r, room.scores + r * room.pitch, room.pitch);
+  float* weights = room.scores + row * room.pitch;
+  for (int r = 0; r < R; r++) weigh_row(a, row + r, weights + r * room.pitch, room.pitch);
   float totals[R] = {};
   const int64_t limit = seen_keys(a);
   for (int64_t t = 0; t < limit; t++) {
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) totals[r] += room.scores[r * room.pitch + t];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) totals[r] += weights[r * room.pitch + t];
   }
-  for (int r = 0; r < R; r++) room.totals[r] = totals[r];
+  for (int r = 0; r < R; r++) room.totals[row + r] = totals[r];
 }
 
-// Elements of the results from `first`, a multiple of C vectors, to `last`.
+// Elements of the results from `first`, a multiple of C vectors, to `last` for R rows from `row` on.
 template <class Row, int R, int C>
-static void gather_rows(const Attention& a, int64_t first, int64_t last) {
+static void gather_rows(const Attention& a, int row, int64_t first, int64_t last) {
   const Room room(a);
   const Ahead ahead(a, a.values, a.value_D);
   const int64_t limit = seen_keys(a);
@@ -196,69 +200,101 @@ static void gather_rows(const Attention& a, int64_t first, int64_t last) {
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        const float weight = room.scores[r * room.pitch + t];
+        const float weight = room.scores[(row + r) * room.pitch + t];
         if (weight == 0) continue;
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) acc[r][c] = fma(ones(weight), v[c], acc[r][c]);
       }
     }
     for (int r = 0; r < R; r++) {
-      const float scale = 1.0f / room.totals[r];
+      const float scale = 1.0f / room.totals[row + r];
       for (int c = 0; c < C; c++) {
         const vec y = times(acc[r][c], ones(scale));
         const int64_t left = a.value_D - d - c * W;
-        if (!Row::swapped && left > 0) store_any(a.y[r], a.y_type, d + c * W, 1, left, y);
+        if (!Row::swapped && left > 0) store_any(a.y[row + r], a.y_type, d + c * W, 1, left, y);
         float out[W];
         if (Row::swapped) store(out, y);
         for (int64_t i = 0; Row::swapped && i < W && d + c * W + i < a.value_D; i++) {
-          put(a.y[r], a.y_type, place(Row::swapped, d + c * W + i), out[i]);
+          put(a.y[row + r], a.y_type, place(Row::swapped, d + c * W + i), out[i]);
         }
       }
     }
   }
 }
 
-// f.template operator()<Row, R>() for how keys and values are stored, and the number of rows.
-template <class Row, class F>
-static void with_count(const Attention& a, F&& f) {
-  switch (a.rows) {
-    case 1: return f.template operator()<Row, 1>();
-    case 2: return f.template operator()<Row, 2>();
-    case 3: return f.template operator()<Row, 3>();
-    default: return f.template operator()<Row, 4>();
+#ifdef SPEC_KEYS_IN_LANES
+#include "attention_pairs.inl"
+#endif
+
+// f.template operator()<R>(row) for up to `most` rows at a time, R of them from `row` on.
+template <int most, class F>
+static void with_rows(const Attention& a, F&& f) {
+  for (int row = 0; row < a.rows; row += most) {
+    switch (a.rows - row < most ? a.rows - row : most) {
+      case 1: f.template operator()<1>(row); break;
+      case 2: f.template operator()<2>(row); break;
+      case 3: f.template operator()<3>(row); break;
+      case 4: f.template operator()<4>(row); break;
+      case 5: if constexpr (most > 4) f.template operator()<5>(row); break;
+      case 6: if constexpr (most > 4) f.template operator()<6>(row); break;
+      case 7: if constexpr (most > 4) f.template operator()<7>(row); break;
+      case 8: if constexpr (most > 4) f.template operator()<8>(row); break;
+    }
   }
 }
 
+// f.template operator()<Row>() for how keys and values are stored.
 template <class F>
-static void with_rows(const Attention& a, F&& f) {
-  if (a.bits == 4) return with_count<PackedRow<4>>(a, f);
-  if (a.bits == 8) return with_count<PackedRow<8>>(a, f);
+static void with_storage(const Attention& a, F&& f) {
+  if (a.bits == 4) return f.template operator()<PackedRow<4>>();
+  if (a.bits == 8) return f.template operator()<PackedRow<8>>();
   switch (a.type) {
-    case Type::bf16: return with_count<PlainRow<Type::bf16>>(a, f);
-    case Type::f16: return with_count<PlainRow<Type::f16>>(a, f);
-    default: return with_count<PlainRow<Type::f32>>(a, f);
+    case Type::bf16: return f.template operator()<PlainRow<Type::bf16>>();
+    case Type::f16: return f.template operator()<PlainRow<Type::f16>>();
+    default: return f.template operator()<PlainRow<Type::f32>>();
   }
 }
 
 static void begin(const Attention& a) {
-  with_rows(a, [&]<class Row, int R>() { take_queries<Row>(a); });
+#ifdef SPEC_KEYS_IN_LANES
+  if (in_lanes(a) && in_pairs(a)) return take_pairs(a);
+#endif
+  with_storage(a, [&]<class Row>() { take_queries<Row>(a); });
 }
 
 static void score(const Attention& a, int64_t first, int64_t last) {
   const int64_t limit = seen_keys(a);
-  with_rows(a, [&]<class Row, int R>() { score_rows<Row, R>(a, first, last < limit ? last : limit); });
+  last = last < limit ? last : limit;
+#ifdef SPEC_KEYS_IN_LANES
+  if (in_lanes(a)) {
+    return with_rows<ATTENTION_ROWS>(a, [&]<int R>(int row) {
+      (in_pairs(a) ? score_lanes<R, true> : score_lanes<R, false>)(a, row, first, last);
+    });
+  }
+#endif
+  with_storage(a, [&]<class Row>() { with_rows<4>(a, [&]<int R>(int row) { score_rows<Row, R>(a, row, first, last); }); });
 }
 
 static void weigh(const Attention& a) {
-  with_rows(a, [&]<class Row, int R>() { weigh_rows<R>(a); });
+  with_rows<ATTENTION_ROWS>(a, [&]<int R>(int row) { weigh_rows<R>(a, row); });
 }
 
 // Elements that two threads may gather apart.
 static int64_t gathered_apart(const Attention& a) { return (a.bits ? VALUE_VECTORS : VALUE_VECTORS / 2) * W; }
 
 static void gather(const Attention& a, int64_t first, int64_t last) {
-  with_rows(a, [&]<class Row, int R>() {
-    if (last - first > gathered_apart(a) || a.bits) return gather_rows<Row, R, VALUE_VECTORS>(a, first, last);
-    gather_rows<Row, R, VALUE_VECTORS / 2>(a, first, last);
+  const bool whole = last - first > gathered_apart(a) || a.bits;
+#ifdef SPEC_KEYS_IN_LANES
+  if (in_lanes(a)) {
+    return with_rows<ATTENTION_ROWS>(a, [&]<int R>(int row) {
+      constexpr int C = R <= 4 ? 2 : 1;  // what registers hold
+      (whole ? gather_lanes<R, C> : gather_lanes<R, 1>)(a, row, first, last);
+    });
+  }
+#endif
+  with_storage(a, [&]<class Row>() {
+    with_rows<4>(a, [&]<int R>(int row) {
+      (whole ? gather_rows<Row, R, VALUE_VECTORS> : gather_rows<Row, R, VALUE_VECTORS / 2>)(a, row, first, last);
+    });
   });
 }

@@ -48,7 +48,7 @@ struct Stored {
 };
 
 // Up to ATTENTION_ROWS queries that read the same keys and values.
-constexpr int ATTENTION_ROWS = 4;
+constexpr int ATTENTION_ROWS = 8;
 enum class Mask : int { none, flags, f32, f16, bf16 };
 
 struct Attention {

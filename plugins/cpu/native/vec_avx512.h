@@ -1,5 +1,7 @@
 // AVX-512 (F, BW, VL, DQ): 16 lanes. Included inside the kernel file's namespace.
 
+#define SPEC_KEYS_IN_LANES 1  // attention_pairs.inl
+
 constexpr int W = 16;
 typedef __m512 vec;
 

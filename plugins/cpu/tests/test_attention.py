@@ -51,7 +51,7 @@ class TestContract(KernelContract):
 
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("D", "Dv"), [(64, None), (24, 40), (5, 3), (80, 144)])
+@pytest.mark.parametrize(("D", "Dv"), [(64, None), (24, 40), (5, 3), (80, 144), (328, 296)])
 def test_a_causal_block_is_its_steps(library: Any, D: int, Dv: int | None, dtype: mx.Dtype, kernels: str) -> None:
     assert library.use_kernels(kernels)
     q, k, v = made(11, 37, D, dtype, Dv=Dv)
@@ -84,6 +84,30 @@ def test_hidden_keys_leave_no_trace(library: Any, dtype: mx.Dtype, kernels: str)
         first, last = int(seen[r].argmax()), T - L + r + 1
         alone = library.attention(q[:, :, r : r + 1], k[:, :, first:last], v[:, :, first:last], 0.2)
         assert [raw(y[:, :, r : r + 1]) == raw(alone) for y in outputs] == [True] * 4
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("asked", DTYPES, ids=str)
+def test_queries_and_keys_may_differ_in_type(library: Any, asked: mx.Dtype, stored: mx.Dtype, kernels: str) -> None:
+    assert library.use_kernels(kernels)
+    q, k, v = made(9, 50, 40, mx.float32)
+    q, k, v = q.astype(asked), k.astype(stored), v.astype(stored)
+    got, want = library.attention(q, k, v, -0.3, None, True), exact(q, k, v, -0.3, np.tril(np.ones((9, 50), bool), 41))
+    assert got.dtype == asked
+    assert np.abs(as_float64(got) - want).max() < TOLERANCE[asked] * np.abs(want).max()
+
+
+@pytest.mark.parametrize("kernels", SETS)
+def test_keys_of_a_block_do_not_meet(library: Any, kernels: str) -> None:
+    assert library.use_kernels(kernels)
+    q, k, v = made(8, 48, 64, mx.bfloat16)
+    want = library.attention(q, k, v, 0.125, None, True)
+    odd = mx.arange(48)[:, None] == 47  # which only the last row sees
+    for value in (float("inf"), float("nan"), 1e-39):
+        got = library.attention(q, *(mx.where(odd, mx.array(value, mx.bfloat16), a) for a in (k, v)), 0.125, None, True)
+        assert raw(got[:, :, :7]) == raw(want[:, :, :7]) and raw(got[:, :, 7:]) != raw(want[:, :, 7:])
+        assert mx.isnan(got[:, :, 7:]).any().item() == (value != 1e-39)
 
 
 def test_masks_that_add_are_added(library: Any) -> None:
