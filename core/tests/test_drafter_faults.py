@@ -297,3 +297,4 @@ def test_a_rollback_that_raises_costs_acceptance_only():
     outs = replies(scripted(Stuck))
     assert all_right(outs)
     assert all("could not roll back" in out.speculation.reason for out in outs)
+    assert {out.speculation.governor for out in outs} == {"K=0: drafting has stopped"}

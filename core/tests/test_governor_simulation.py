@@ -17,7 +17,7 @@ PLAIN_SECONDS = 0.02
 
 @dataclass
 class Machine:
-    """Rounds that cost `steps(k)` plain steps, with noise, spikes and slow first rounds."""
+    """Rounds that cost `steps(k)` plain steps, with noise, spikes, slow first rounds of each K, and `cold` first rounds of any."""
 
     steps: Callable[[int], float]
     noise: float = 0.1
@@ -25,6 +25,7 @@ class Machine:
     warm_up: float = 1.0
     seed: int = 0
     speed: float = 1.0
+    cold: int = 0
     ran: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -36,6 +37,9 @@ class Machine:
         shown = clean * self.rng.lognormvariate(0, self.noise)
         if self.rng.random() < self.spikes:
             shown *= self.rng.uniform(2, 5)
+        if self.cold > 0:
+            self.cold -= 1
+            shown *= 2
         if k not in self.ran:
             self.ran.add(k)
             shown *= self.warm_up
@@ -119,6 +123,21 @@ LOSING = [
     ("jump-4", jump, 3.0),
     ("linear-3", linear(3), 2.1),
 ]
+
+
+@pytest.mark.parametrize(("name", "steps", "tokens"), LOSING, ids=[f"{n}-{t}" for n, _, t in LOSING])
+def test_the_cold_first_steps_of_a_process_are_not_taken_for_what_plain_decoding_costs(name, steps, tokens):
+    """Three steps at half the speed open the first of three short replies; a pair that loses must not draft on."""
+
+    def run(seed: int) -> float:
+        model, machine, done, spent = CostModel(), Machine(steps, seed=seed), 0, 0.0
+        machine.cold = 3
+        for reply in range(3):
+            out = simulate(Governor(3, model), machine, lambda i: rate_for(tokens, 3), 96, 10 * seed + reply)
+            done, spent = done + out.tokens, spent + out.steps
+        return done / spent
+
+    assert statistics.fmean(run(seed) for seed in range(20)) > 0.94
 
 
 @pytest.mark.parametrize(("name", "steps", "tokens"), LOSING, ids=[f"{n}-{t}" for n, _, t in LOSING])
