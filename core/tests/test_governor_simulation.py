@@ -17,7 +17,7 @@ PLAIN_SECONDS = 0.02
 
 @dataclass
 class Machine:
-    """Rounds that cost `steps(k)` plain steps, with noise, spikes, slow first rounds of each K, and `cold` first rounds of any."""
+    """Rounds that cost `steps(k)` plain steps, with noise, spikes, slow rounds first at a K, `cold` ones at first."""
 
     steps: Callable[[int], float]
     noise: float = 0.1

@@ -208,10 +208,6 @@ class Row:
         self.report.reason = f"plain decoding: {reason}"
         self.note_fallback(self.report.reason)
 
-    def _chosen(self) -> str:
-        """The governor's line; what it thought of a drafter that has stopped since is of no use to anybody."""
-        return str(self.governor.state) if self.drafting else "K=0: drafting has stopped"
-
     def count_round(self, record: RoundRecord) -> None:
         """Account one verify with drafts."""
         self.rounds.append(record)
@@ -244,7 +240,8 @@ class Row:
         forwards = timings.draft_rounds + timings.plain_steps
         report.tokens_per_round = n / forwards if forwards else 0.0
         if self.governor is not None:
-            report.governor = self._chosen() if forwards else "not started"
+            chosen = self.governor.state if self.drafting else "K=0: drafting has stopped"
+            report.governor = chosen if forwards else "not started"
         return Result(
             token_ids=self.reply,
             text=self.reply_text,
