@@ -66,12 +66,23 @@ def test_progress_talks_only_to_a_terminal(capsys, monkeypatch, terminal):
     assert bool(captured.err) is terminal
 
 
+def test_where_no_bar_is_drawn_a_line_says_what_begins_and_how_much_is_done(capsys, monkeypatch):
+    clock = iter([0.0, 1.0, 6.0, 20.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    with output.progress("measuring", total=54) as steps:
+        steps.announce("measuring 54 replies")
+        for name in ("a", "b", "c"):
+            steps.describe(name)
+            steps.advance()
+    assert capsys.readouterr().err.splitlines() == ["measuring 54 replies", "b (1 of 54 done, 6 s so far)"]
+
+
 @pytest.mark.parametrize("quiet", [False, True])
 def test_long_work_says_now_and_then_what_it_does_where_no_bar_is_drawn(capsys, monkeypatch, quiet):
-    clock = iter([0.0, 3.0, 16.0, 17.0, 40.0])
+    clock = iter([0.0, 3.0, 6.0, 17.0, 40.0])
     monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
     with output.progress("loading", quiet=quiet) as steps:
         for L in (2, 3, 4, 5):
             steps.describe(f"probing L={L}")
-    said = [] if quiet else ["probing L=3 (16 s so far)", "probing L=5 (40 s so far)"]
+    said = [] if quiet else ["probing L=3 (6 s so far)", "probing L=5 (40 s so far)"]
     assert capsys.readouterr().err.splitlines() == said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tinymodels import LLAMA, write_model, write_tokenizer
 
 from mlx_spec import diskcache
 from mlx_spec.benchmark import method
-from mlx_spec.benchmark.tune import WidthResult, choose, gain_and_low, width_arms
+from mlx_spec.benchmark.tune import WidthResult, choose, gain_and_range, width_arms
 from mlx_spec.cli import cli
 from mlx_spec.pair import load
 from mlx_spec.tuned import AREA, Tuned, forget_tuned, read_tuned, write_tuned
@@ -28,12 +29,20 @@ KEY = "0123456789abcdef"
 
 
 def test_what_a_workload_gains_is_no_noise_but_disagreeing_pairs_are():
-    gain, low = gain_and_low([[math.log(4.0)] * 3, [math.log(0.25)] * 3])
-    assert gain == pytest.approx(1.0) and low == pytest.approx(1.0)
-    steady, shaky = gain_and_low([[0.2, 0.2, 0.2]]), gain_and_low([[-0.4, 0.2, 0.8]])
+    gain, low, high = gain_and_range([[math.log(4.0)] * 3, [math.log(0.25)] * 3])
+    assert gain == pytest.approx(1.0) and low == pytest.approx(1.0) and high == pytest.approx(1.0)
+    steady, shaky = gain_and_range([[0.2, 0.2, 0.2]]), gain_and_range([[-0.4, 0.2, 0.8]])
     assert steady[0] == pytest.approx(shaky[0]) == pytest.approx(math.exp(0.2))
     assert steady[1] == pytest.approx(math.exp(0.2))
-    assert shaky[1] == pytest.approx(math.exp(0.2 - 2 * 0.6 / math.sqrt(3)))
+    assert shaky[1:] == pytest.approx([math.exp(0.2 + side * 2 * 0.6 / math.sqrt(3)) for side in (-1, 1)])
+
+
+def test_runs_that_disagree_more_than_they_gain_leave_it_open():
+    """Over three workloads two standard errors would call this a gain; the worst run of each does not."""
+    logs = [0.10, 0.02, -0.005]
+    gain, low, high = gain_and_range([logs] * 3)
+    assert math.log(gain) - 2 * statistics.stdev(logs) / 3 > 0
+    assert math.log(low) == pytest.approx(-0.005) and math.log(high) == pytest.approx(0.10)
 
 
 def width(L: int, gain: float, low: float | None = None, void: str = "") -> WidthResult:
@@ -171,13 +180,32 @@ def test_the_sweep_has_every_width_with_its_acceptance_and_times(target, speeds)
 
 def test_a_loss_removes_what_was_stored(target, speeds):
     key = pair_of(target).key
-    write_tuned(key, Tuned(4, 1.5, "2026-01-02T00:00:00Z"))
+    write_tuned(key, Tuned(3, 1.5, "2026-01-02T00:00:00Z"))
     speeds |= {"L=2": 90.0, "L=3": 80.0}
     out = tune(target, "--draft-block-size", 3)
     assert out.exit_code == 0, out.output
     assert "no width beats plain decoding beyond noise; stored: removed an earlier choice" in out.stdout
     assert read_tuned(key) is None
     assert "stored: nothing" in tune(target, "--draft-block-size", 3).stdout
+
+
+@pytest.mark.parametrize("L", [2, 3, 5])
+def test_runs_that_do_not_decide_about_an_earlier_choice_leave_it_alone(target, speeds, monkeypatch, L):
+    key, timed, turn = pair_of(target).key, method.run_once, iter(range(99))
+    write_tuned(key, Tuned(L, 1.5, "2026-01-02T00:00:00Z"))
+    speeds |= {"L=2": 80.0}
+
+    def run_once(*args):
+        run = timed(*args)
+        run.decode_per_second = 90.0 + 20.0 * (next(turn) % 2) if run.arm == "L=3" else run.decode_per_second
+        return run
+
+    monkeypatch.setattr(method, "run_once", run_once)
+    out = tune(target, "--draft-block-size", 3)
+    assert out.exit_code == 0 and "no width beats plain decoding" in out.stdout, out.output
+    kept = read_tuned(key)
+    assert (kept.block_size if kept else None) == (None if L == 2 else L)  # 2 loses, 5 was not tried again
+    assert ("these runs do not decide about it" in out.stdout) == (L != 2)
 
 
 def test_forget_removes_it_without_measuring(target, monkeypatch):

@@ -158,10 +158,11 @@ def probe(target: Target, drafter: Drafter, plan: ProbePlan) -> ExactnessReport:
 
     tallies = {width: Tally() for width in range(2, plan.width + 1)}
     first = ""
-    for prompt in plan.prompts:
+    for number, prompt in enumerate(plan.prompts, 1):
         ref = reference_run(target, plan, prompt)
         for width, tally in tallies.items():
-            plan.tick(f"probing: prompt of {len(prompt)} tokens, L={width} of {plan.width}")
+            place = f"prompt {number} of {len(plan.prompts)} ({len(prompt)} tokens)"
+            plan.tick(f"probing: {place}, L={width} of {plan.width}")
             accepts = range(width) if width == plan.width else (0, width - 1)
             stats = [
                 row_stats(row, ref.rows[i])

@@ -32,7 +32,8 @@ class WidthResult:
         block_size: L, anchor counted.
         per_second: median decode speed over all runs.
         gain: decode speed over plain: geometric mean over the workloads of each one's paired ratios.
-        low: the gain less NOISE standard errors, which come from how pairs of one workload disagree.
+        low, high: what the runs leave open: NOISE standard errors to either side of the gain, from how pairs of one
+            workload disagree, and no less than the mean over the workloads of their worst and best pairs.
         acceptance_by_position: accepted / proposed, over all runs.
         draft_ms, verify_ms: per round with drafts; None when no profiled reply drafted.
         void: why it cannot be chosen, "" when it can.
@@ -47,6 +48,12 @@ class WidthResult:
     draft_ms: float | None
     verify_ms: float | None
     void: str = ""
+    high: float = 0.0
+
+    @property
+    def loses(self) -> bool:
+        """True when it is slower than plain decoding whatever the runs leave open."""
+        return not self.void and self.high < 1
 
     @property
     def wins(self) -> bool:
@@ -122,7 +129,7 @@ def _width(plan: BenchPlan, runs: Sequence[Run], arm: Arm, phases: Phases | None
         [_log_ratio(a, b) for a, b in zip(of_arm(runs, w.name, arm.name), of_arm(runs, w.name, plain), strict=True)]
         for w in plan.workloads
     ]
-    gain, low = gain_and_low(logs)
+    gain, low, high = gain_and_range(logs)
     seen = acceptance(mine)
     phases = phases or Phases()
     return WidthResult(
@@ -135,6 +142,7 @@ def _width(plan: BenchPlan, runs: Sequence[Run], arm: Arm, phases: Phases | None
         draft_ms=phases.per_round(phases.draft),
         verify_ms=phases.per_round(phases.verify),
         void=next((f"{run.workload} {run.trial}: {run.void}" for run in mine if run.void), ""),
+        high=high,
     )
 
 
@@ -145,15 +153,17 @@ def _log_ratio(run: Run, base: Run) -> float:
     return math.log(run.decode_per_second / base.decode_per_second)
 
 
-def gain_and_low(logs: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(gain, gain less NOISE standard errors) of log ratios per workload.
+def gain_and_range(logs: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """(gain, lowest, highest that the runs leave open) of log ratios per workload.
 
     Workloads differ in what they gain, which is no noise: the error of the mean is made of the spread inside each.
+    The spread of three runs may be small by chance, so their worst and best are left open too.
     """
-    means = [statistics.fmean(one) for one in logs]
-    error = math.sqrt(sum(statistics.variance(one) / len(one) for one in logs)) / len(logs)
-    middle = statistics.fmean(means)
-    return math.exp(middle), math.exp(middle - NOISE * error)
+    middle = statistics.fmean(statistics.fmean(one) for one in logs)
+    error = NOISE * math.sqrt(sum(statistics.variance(one) / len(one) for one in logs)) / len(logs)
+    low = min(middle - error, statistics.fmean(min(one) for one in logs))
+    high = max(middle + error, statistics.fmean(max(one) for one in logs))
+    return math.exp(middle), math.exp(low), math.exp(high)
 
 
 def choose(widths: Sequence[WidthResult]) -> WidthResult | None:
@@ -185,10 +195,11 @@ def tune_document(
         "format": FORMAT,
         "plain_per_second": statistics.median(run.decode_per_second for run in plain),
         "plain_void": next((run.void for run in plain if run.void), ""),
-        "sweep": [asdict(width) | {"wins": width.wins} for width in widths],
+        "sweep": [asdict(width) | {"wins": width.wins, "loses": width.loses} for width in widths],
         "phases": {str(L): one.by_workload for L, one in phases.items()},
         "chosen": None if chosen is None else chosen.block_size,
-        "rule": f"gain over plain above 1 by {NOISE:g} standard errors; narrowest within {NEAR:.0%} of the best",
+        "rule": f"gain over plain above 1 by {NOISE:g} standard errors, and in the mean of each workload's worst run; "
+        f"narrowest within {NEAR:.0%} of the best",
     }
 
 

@@ -140,6 +140,7 @@ def run(plan: BenchPlan, values: dict[str, Any], chosen: PairOptions) -> dict[st
     with progress("warming up") as steps:
         warm = method.warm_up(pair, plan, steps.describe)
     with progress("measuring", plan.runs) as steps:
+        steps.announce(f"measuring {plan.runs} replies of {plan.max_tokens} tokens")
 
         def tick(text: str) -> None:
             steps.describe(text)

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-SPEAK_EVERY = 15.0  # seconds between lines about long work where no bar is drawn
+SPEAK_FIRST, SPEAK_EVERY = (
+    5.0,
+    15.0,
+)  # seconds to the first line about long work where no bar is drawn, and between others
 STYLES = {"ok": "green", "warn": "yellow", "error": "red", "errors": "red", "not loaded": "red"}
 
 
@@ -107,29 +110,40 @@ def _draw_table(columns: Sequence[str], cells: list[list[str]], title: str) -> N
 class Steps:
     """Progress of one long piece of work: a bar on a terminal, elsewhere a line when it takes long."""
 
-    def __init__(self, bar: Progress | None = None, task: Any = None, quiet: bool = False):
-        self._bar, self._task, self._quiet = bar, task, quiet
-        self._begun = self._spoken = time.monotonic()
+    def __init__(self, bar: Progress | None = None, task: Any = None, quiet: bool = False, total: float | None = None):
+        self._bar, self._task, self._quiet, self._total = bar, task, quiet, total
+        self._begun = time.monotonic()
+        self._next = self._begun + SPEAK_FIRST
+        self._done = 0.0
 
     def advance(self, steps: float = 1) -> None:
         """So many steps are done."""
+        self._done += steps
         if self._bar is not None:
             self._bar.advance(self._task, steps)
+
+    def announce(self, text: str) -> None:
+        """Say what begins, where no bar shows it."""
+        if self._bar is None and not self._quiet:
+            note(text)
 
     def describe(self, text: str) -> None:
         """Say what is going on now."""
         if self._bar is not None:
             self._bar.update(self._task, description=text)
-        elif not self._quiet and (now := time.monotonic()) - self._spoken >= SPEAK_EVERY:
-            self._spoken = now
-            note(f"{text} ({now - self._begun:.0f} s so far)")
+        elif not self._quiet and (now := time.monotonic()) >= self._next:
+            self._next = now + SPEAK_EVERY
+            share = (
+                f"{self._done:.0f} of {self._total:.0f} done, " if self._total is not None and self._total > 1 else ""
+            )
+            note(f"{text} ({share}{now - self._begun:.0f} s so far)")
 
 
 @contextmanager
 def progress(text: str, total: float | None = None, quiet: bool = False) -> Iterator[Steps]:
     """A progress bar on stderr while the block runs, on a terminal; `total` None: no end known."""
     if quiet or not on_terminal_stderr():
-        yield Steps(quiet=quiet)
+        yield Steps(quiet=quiet, total=total)
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -15,7 +15,7 @@ from .options import load_pair, pair_options, read_pair_options
 from .output import print_json, print_table, progress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ..pair import Pair
     from ..request import Result
@@ -41,8 +41,8 @@ def command(prompt: str | None, no_measure: bool, as_json: bool, **values: Any) 
         raise
     gain = None
     if pair.plan.active and not no_measure:
-        with progress("measuring"):
-            gain = measure_gain(pair, prompt)
+        with progress("measuring") as steps:
+            gain = measure_gain(pair, prompt, steps.describe)
     if as_json:
         card = dict(pair.drafter.card.extra) if pair.drafter is not None else {}
         print_json({"plan": asdict(pair.plan), "drafter": card, "gain": gain})
@@ -50,7 +50,7 @@ def command(prompt: str | None, no_measure: bool, as_json: bool, **values: Any) 
     print_table(("", ""), _rows(pair, gain) if pair.drafter is not None else _alone(pair))
 
 
-def measure_gain(pair: Pair, prompt: str | None) -> dict[str, Any]:
+def measure_gain(pair: Pair, prompt: str | None, tick: Callable[[str], None]) -> dict[str, Any]:
     """Tokens per second, plain and speculative in turns, on one short greedy reply; both warmed up first."""
     from ..api import encode, generate
     from ..probe import TEXTS
@@ -63,6 +63,7 @@ def measure_gain(pair: Pair, prompt: str | None) -> dict[str, Any]:
     replies: list[Result] = []
     begun = time.monotonic()
     while len(ratios) < TURNS and time.monotonic() - begun < LONG:
+        tick(f"measuring: turn {len(ratios) + 1} of {TURNS}")
         plain = generate(pair, ids, None, SAMPLE_TOKENS, ignore_eos=True, speculative=False)
         fast = generate(pair, ids, None, SAMPLE_TOKENS, ignore_eos=True)
         for done, rate in zip(speeds, (plain, fast), strict=True):

@@ -62,9 +62,10 @@ FEWEST_WIDEST = 6  # L tried at least, where the drafter can do it: what it decl
 def command(out: str | None, as_json: bool, **values: Any) -> None:
     """Time every block size against plain decoding; the best is stored for this pair and machine.
 
-    A width is stored only when it beats plain decoding beyond noise; of widths within 2% of the best, the
-    narrowest. `spec generate` and `mlx_spec.load` then use it wherever no width is asked for. When no width
-    wins, an earlier choice is removed. --draft-block-size is the widest L tried.
+    A width is stored only when it beats plain decoding by more than the runs disagree; of widths within 2% of the
+    best, the narrowest. `spec generate` and `mlx_spec.load` then use it wherever no width is asked for. When no width
+    wins, an earlier choice is removed if it loses, and kept if these runs do not decide about it. --draft-block-size is
+    the widest L tried.
     """
     from ..benchmark.report import open_folder
 
@@ -137,6 +138,7 @@ def run(pair: Pair, values: dict[str, Any], chosen: PairOptions) -> dict[str, An
     with progress("warming up") as steps:
         warm = method.warm_up(pair, plan, steps.describe)
     with progress("measuring", plan.runs) as steps:
+        steps.announce(f"measuring {plan.runs} replies of {plan.max_tokens} tokens")
 
         def tick(text: str) -> None:
             steps.describe(text)
@@ -189,11 +191,15 @@ def refuse_bad(doc: dict[str, Any]) -> None:
 
 
 def store(pair: Pair, doc: dict[str, Any]) -> str:
-    """Keep the choice, or remove an earlier one when nothing wins; says what was done, in words."""
-    from ..tuned import Tuned, forget_tuned, write_tuned
+    """Keep the choice, or remove an earlier one that loses now; says what was done, in words."""
+    from ..tuned import Tuned, forget_tuned, read_tuned, write_tuned
 
     best = next((width for width in doc["sweep"] if width["block_size"] == doc["chosen"]), None)
     if best is None:
+        earlier = read_tuned(pair.key)
+        again = next((w for w in doc["sweep"] if earlier and w["block_size"] == earlier.block_size), None)
+        if earlier is not None and (again is None or not (again["loses"] or again["void"])):
+            return f"L={earlier.block_size} as before, since these runs do not decide about it"
         return "removed an earlier choice" if forget_tuned(pair.key) else "nothing"
     kept = write_tuned(pair.key, Tuned(best["block_size"], best["gain"], doc["started"]))
     return f"L={best['block_size']}" if kept else "not possible, see the warning"
