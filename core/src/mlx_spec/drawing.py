@@ -54,6 +54,12 @@ class Drawer:
         zeros = [(rows, q if q is not None else mx.zeros((len(rows), self.limit))) for rows, _, q in parts]
         return tokens, assemble(zeros)
 
+    @property
+    def greedy_limit(self) -> int | None:
+        """When a draw is the greedy choice from raw logits for every row, what it chooses among; else None."""
+        plain = all(row.settings.law == "greedy" and not row.settings.touches_logits for row in self.plan)
+        return self.limit if plain else None
+
     def _groups(self) -> list[list[int]]:
         """Row indices that are drawn together."""
         groups: dict[object, list[int]] = {}

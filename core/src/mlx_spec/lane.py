@@ -86,6 +86,15 @@ class Lane:
             raise RuntimeError("Lane.draw is only available inside spec_propose")
         return self._draw(logits, step)
 
+    @property
+    def greedy_limit(self) -> int | None:
+        """What `draw` chooses among when all it does is the greedy choice of every row; None otherwise.
+
+        A drafter may then choose by itself, step after step in one operation: the best of the first so many of its
+        raw logits, by the rules of `shaping.greedy_ids`.
+        """
+        return getattr(self._draw, "greedy_limit", None)
+
     def last_tap(self, name: str) -> mx.array | None:
         """Tap `name` of each row's last committed position, (B, ...); None when nothing was committed yet."""
         import mlx.core as mx
@@ -96,8 +105,10 @@ class Lane:
         value = block.taps.get(name)
         if value is None:
             return None
-        index = mx.array([max(k, 1) - 1 for k in block.keep])
-        return value[mx.arange(value.shape[0]), index]
+        last = [max(k, 1) - 1 for k in block.keep]
+        if all(place == last[0] for place in last):
+            return value[:, last[0]]
+        return value[mx.arange(value.shape[0]), mx.array(last)]
 
     def fresh_rows(self, name: str, since: Sequence[int]) -> tuple[mx.array | None, list[int]]:
         """Tap `name` of each row's committed positions from since[b] on, for drafters with history "all".

@@ -78,6 +78,8 @@ class Drafter(ABC):
         taps: names of target taps it wants to see of committed rows.
         capabilities: flags the engine reads (batch, sampling, quantised_kv, history).
         model: the mlx module tree, or None for weight-free drafters.
+        networks: names of the attributes that hold module trees; kernels are put into them when a pair loads. Of one
+            module in several of them, weights are shared.
     """
 
     ref: ModelRef | None = None
@@ -85,6 +87,7 @@ class Drafter(ABC):
     taps: tuple[str, ...] = ()
     capabilities: Capabilities = Capabilities()
     model: Any = None
+    networks: tuple[str, ...] = ("model",)
 
     @property
     def kind(self) -> str:
@@ -106,7 +109,8 @@ class Drafter(ABC):
     def propose(self, lane: Lane, budget: Sequence[int]) -> Draft:
         """Guess up to budget[b] tokens after each row's anchor. May not touch the target's state.
 
-        Draw every token with `lane.draw`, so that processors, filters and noise are the row's own.
+        Draw every token with `lane.draw`, so that processors, filters and noise are the row's own. Where
+        `lane.greedy_limit` says that this is the greedy choice alone, it may be made without asking.
         """
 
     def rollback(self, lane: Lane, keep: Sequence[int]) -> None:

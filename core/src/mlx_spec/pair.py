@@ -217,10 +217,13 @@ def _load(
         pair.drafter = load_drafter(choice, loaded)
         _check_chains(pair.drafter)
         _cast(pair.drafter, dtype)
-        if pair.drafter.model is not None:
-            whole = nn.Sequential(pair.drafter.model)  # a drafter that describes itself is replaced as a whole
+        names = [name for name in pair.drafter.networks if getattr(pair.drafter, name) is not None]
+        if names:
+            # modules that another one holds: one that describes itself is replaced as a whole
+            whole = nn.Sequential(*(getattr(pair.drafter, name) for name in names))
             plan.kernels = plan.kernels.merged(use_kernels(whole))
-            pair.drafter.model = whole.layers[0]
+            for name, network in zip(names, whole.layers, strict=True):
+                setattr(pair.drafter, name, network)
         pair.drafter_ref, pair.drafter_owner = choice.ref, choice.owner
     return pair
 

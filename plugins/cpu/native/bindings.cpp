@@ -63,7 +63,7 @@ double multiply_add_rate() {
 
 NB_MODULE(_native, m) {
   nb::module_::import_("mlx.core");  // registers the array type
-  m.attr("interface") = 9;  // INTERFACE of native.py: raised with every change of names or arguments below
+  m.attr("interface") = 10;  // INTERFACE of native.py: raised with every change of names or arguments below
   m.attr("built_for") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                         std::to_string(MLX_VERSION_PATCH);
   m.def(
@@ -155,6 +155,18 @@ NB_MODULE(_native, m) {
   nb::class_<Program>(m, "Program")
       .def("__init__", [](Program* self, const mlx::core::array& like) { new (self) Program{std::make_shared<spec::Program>(like.dtype())}; }, "like"_a)
       .def("input", [](Program& self, int64_t width, int heads) { return self.held->input(width, heads); }, "width"_a, "heads"_a = 0)
+      .def("ids", [](Program& self) { return self.held->ids(); })
+      .def(
+          "embed",
+          [](Program& self, int ids, const mlx::core::array& w, const std::optional<mlx::core::array>& scales,
+             const std::optional<mlx::core::array>& biases, const std::string& mode, int group, int bits) {
+            return self.held->embed(ids, w, scales, biases, {mode, group, bits});
+          },
+          "of"_a, "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "mode"_a = "dense", "group_size"_a = 0,
+          "bits"_a = 0)
+      .def("join", [](Program& self, int a, int b) { return self.held->join(a, b); }, "first"_a, "second"_a)
+      .def("choose", [](Program& self, int of) { return self.held->choose(of); }, "of"_a)
+      .def("feed", [](Program& self, int of, int into) { self.held->feed(of, into); }, "of"_a, "into"_a)
       .def(
           "norm",
           [](Program& self, int of, const std::optional<mlx::core::array>& weight, float eps, int64_t size) {
@@ -195,7 +207,7 @@ NB_MODULE(_native, m) {
           "__call__",
           [](const Program& self, nb::args given, const std::variant<int, mlx::core::array>& offset,
              const std::optional<mlx::core::array>& keys, const std::optional<mlx::core::array>& values, int low, int start,
-             const std::vector<std::tuple<mlx::core::array, mlx::core::array, int, int>>& lent) {
+             const std::vector<std::tuple<mlx::core::array, mlx::core::array, int, int>>& lent, int repeat, int limit) {
             std::vector<mlx::core::array> inputs;
             inputs.reserve(given.size() + 1);
             for (auto x : given) inputs.push_back(nb::cast<mlx::core::array>(x));
@@ -203,10 +215,10 @@ NB_MODULE(_native, m) {
             if (keys && values) storage = spec::Program::Storage{*keys, *values, low, start};
             std::vector<spec::Program::Lent> read;
             for (auto& [k, v, first, end] : lent) read.push_back({k, v, first, end});
-            return spec::Program::call(self.held, std::move(inputs), offset, storage, read, {});
+            return spec::Program::call(self.held, std::move(inputs), offset, storage, read, repeat, limit, {});
           },
           "inputs"_a, "offset"_a = 0, "keys"_a = nb::none(), "values"_a = nb::none(), "low"_a = 0, "start"_a = 0,
-          "lent"_a = nb::list());
+          "lent"_a = nb::list(), "repeat"_a = 1, "limit"_a = 0);
   m.def(
       "activation",
       [](const mlx::core::array& gate, const std::optional<mlx::core::array>& x, const std::string& act) {

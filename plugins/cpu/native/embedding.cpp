@@ -15,17 +15,32 @@ namespace {
 
 constexpr int64_t STEP_ELEMENTS = 16'000;
 
-struct Table {
+// Where the rows of a table lie.
+struct View {
   const char *data, *scales, *biases;
   int64_t rows, D, row_bytes, groups;
   Type type, scale_type;  // of what comes out, and of scales and biases
-  Layout layout;
+  int bits, group;        // 0 when it is not packed
 };
 
+// `scales` and `biases` are those of a packed table.
+View view_of(const Layout& layout, const mx::array& w, const void* data, const void* scales, mx::Dtype scale_type, const void* biases, mx::Dtype result) {
+  const bool packed = layout.mode != "dense";
+  View t{};
+  t.data = static_cast<const char*>(data), t.rows = w.shape(0), t.row_bytes = int64_t(w.shape(-1)) * int64_t(w.itemsize());
+  t.D = packed ? int64_t(w.shape(-1)) * 32 / layout.bits : int64_t(w.shape(-1));
+  t.type = *stored_type(result);
+  if (!packed) return t;
+  t.scales = static_cast<const char*>(scales), t.biases = static_cast<const char*>(biases);
+  t.bits = layout.bits, t.group = layout.group, t.groups = t.D / layout.group;
+  t.scale_type = layout.mode == "mxfp4" ? Type::e8m0 : layout.mode == "nvfp4" ? Type::e4m3 : *stored_type(scale_type);
+  return t;
+}
+
 // Eight codes are `bits` bytes; product and sum are rounded where mlx rounds them.
-void unpack(const Table& t, int64_t row, void* y) {
+void unpack(const View& t, int64_t row, void* y) {
   const uint8_t* codes = reinterpret_cast<const uint8_t*>(t.data) + row * t.row_bytes;
-  const int bits = t.layout.bits, group = t.layout.group;
+  const int bits = t.bits, group = t.group;
   const uint32_t mask = (1u << bits) - 1;
   static const float fp4[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
   for (int64_t g = 0; g < t.groups; g++) {
@@ -43,41 +58,37 @@ void unpack(const Table& t, int64_t row, void* y) {
   }
 }
 
+// From the end when negative; NaN where there is none.
+void read(const View& t, int64_t row, char* y) {
+  if (row < 0) row += t.rows;
+  if (row < 0 || row >= t.rows) {
+    for (int64_t d = 0; d < t.D; d++) put(y, t.type, d, NAN);
+  } else if (t.bits) {
+    unpack(t, row, y);
+  } else {
+    memcpy(y, t.data + row * t.row_bytes, size_t(t.row_bytes));
+  }
+}
+
+mx::Dtype result_of(const Layout& layout, const mx::array& w, const std::optional<mx::array>& scales) {
+  if (layout.mode == "dense") return w.dtype();
+  return layout.mode == "affine" && scales ? scales->dtype() : mx::bfloat16;
+}
+
 void compute(const Layout& layout, const std::vector<mx::array>& given, mx::array& y) {
   const mx::array &indices = given[0], &w = given[1];
   const bool packed = layout.mode != "dense";
   const Contiguous at(indices), data(w), scales(given[packed ? 2 : 1]), biases(given[given.size() > 3 ? 3 : 1]);
-  Table t{};
-  t.data = static_cast<const char*>(data.get()), t.rows = w.shape(0), t.D = y.shape(-1);
-  t.row_bytes = int64_t(w.shape(-1)) * int64_t(w.itemsize());
-  t.type = *stored_type(y.dtype()), t.layout = layout;
-  if (packed) {
-    t.scales = static_cast<const char*>(scales.get());
-    t.biases = given.size() > 3 ? static_cast<const char*>(biases.get()) : nullptr;
-    t.groups = t.D / layout.group;
-    t.scale_type = layout.mode == "mxfp4" ? Type::e8m0 : layout.mode == "nvfp4" ? Type::e4m3 : *stored_type(given[2].dtype());
-  }
+  const View t = view_of(layout, w, data.get(), scales.get(), given[packed ? 2 : 1].dtype(), given.size() > 3 ? biases.get() : nullptr, y.dtype());
   auto index = [&](int64_t i) -> int64_t {
     if (indices.itemsize() == 8) return static_cast<const int64_t*>(at.get())[i];
     if (indices.dtype() == mx::uint32) return static_cast<const uint32_t*>(at.get())[i];
     return static_cast<const int32_t*>(at.get())[i];
   };
   const int64_t count = int64_t(indices.size()), bytes = t.D * int64_t(y.itemsize());
-  auto one = [&](int64_t i) {
-    char* out = y.data<char>() + i * bytes;
-    int64_t row = index(i);
-    if (row < 0) row += t.rows;
-    if (row < 0 || row >= t.rows) {
-      for (int64_t d = 0; d < t.D; d++) put(out, t.type, d, NAN);
-    } else if (packed) {
-      unpack(t, row, out);
-    } else {
-      memcpy(out, t.data + row * bytes, size_t(bytes));
-    }
-  };
   const int64_t step = std::max<int64_t>(1, STEP_ELEMENTS / std::max<int64_t>(t.D, 1));
   parallel_for((count + step - 1) / step, [&](int64_t s) {
-    for (int64_t i = s * step; i < std::min(count, (s + 1) * step); i++) one(i);
+    for (int64_t i = s * step; i < std::min(count, (s + 1) * step); i++) read(t, index(i), y.data<char>() + i * bytes);
   });
 }
 
@@ -108,7 +119,6 @@ mx::array rows(const mx::array& indices, const mx::array& w, const std::optional
   if (kind != mx::int32 && kind != mx::uint32 && kind != mx::int64) refuse("indices", text(kind), "int32, uint32 or int64");
   const bool packed = layout.mode != "dense";
   const int64_t D = packed ? int64_t(w.shape(1)) * 32 / std::max(layout.bits, 1) : w.shape(1);
-  mx::Dtype dtype = packed && scales && layout.mode == "affine" ? scales->dtype() : packed ? mx::bfloat16 : w.dtype();
   check_weights(D, w, scales, biases, layout);
   auto shape = indices.shape();
   shape.push_back(mx::ShapeElem(D));
@@ -116,7 +126,23 @@ mx::array rows(const mx::array& indices, const mx::array& w, const std::optional
   for (auto* extra : {&scales, &biases})
     if (*extra) inputs.push_back(**extra);
   auto primitive = std::make_shared<Rows>(mx::to_stream(stream), layout);
-  return mx::array(shape, dtype, primitive, std::move(inputs));
+  return mx::array(shape, result_of(layout, w, scales), primitive, std::move(inputs));
+}
+
+Table table_of(const mx::array& w, const std::optional<mx::array>& scales, const std::optional<mx::array>& biases, const Layout& layout) {
+  if (w.ndim() != 2) refuse("weights", "shape " + text(w.shape()), "2 axes");
+  const int64_t D = layout.mode != "dense" ? int64_t(w.shape(1)) * 32 / std::max(layout.bits, 1) : w.shape(1);
+  check_weights(D, w, scales, biases, layout);
+  Table table{layout, {w}, result_of(layout, w, scales), D};
+  for (auto* extra : {&scales, &biases})
+    if (*extra) table.given.push_back(**extra);
+  return table;
+}
+
+void read_row(const Table& table, int64_t id, void* y) {
+  auto data = [&](size_t i) -> const void* { return i < table.given.size() ? table.given[i].data<char>() : nullptr; };
+  const View t = view_of(table.layout, table.given[0], data(0), data(1), table.given[table.given.size() > 1 ? 1 : 0].dtype(), data(2), table.result);
+  read(t, id, static_cast<char*>(y));
 }
 
 }  // namespace spec

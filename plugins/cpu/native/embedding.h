@@ -11,4 +11,16 @@ namespace spec {
 mx::array rows(const mx::array& indices, const mx::array& w, const std::optional<mx::array>& scales,
                const std::optional<mx::array>& biases, const Layout& layout, mx::StreamOrDevice stream);
 
+// A table inside another operation: contiguous, evaluated weights, checked once.
+struct Table {
+  Layout layout;
+  std::vector<mx::array> given;  // weights, then scales and biases as far as there are any
+  mx::Dtype result;              // of its rows
+  int64_t width;                 // of a row
+};
+Table table_of(const mx::array& w, const std::optional<mx::array>& scales, const std::optional<mx::array>& biases, const Layout& layout);
+
+// One row of it, as `rows` gives it.
+void read_row(const Table& table, int64_t id, void* y);
+
 }  // namespace spec

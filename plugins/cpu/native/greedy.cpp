@@ -16,12 +16,12 @@ constexpr int64_t CHUNK = 4096;  // columns looked at together: fixed, so that s
 // The chunks of a row as far as column `end`.
 int64_t chunks(int64_t end) { return (end + CHUNK - 1) / CHUNK; }
 
-void choose(const mx::array& logits, int64_t limit, mx::array& ids, mx::array& best) {
+}  // namespace
+
+void choose_rows(const void* logits, Type type, int64_t rows, int64_t V, int64_t limit, int32_t* ids, float* largest) {
   const Kernels& k = kernels();
-  const Contiguous whole(logits);
-  const int64_t V = logits.shape(-1), rows = int64_t(logits.size()) / V, per_row = chunks(V), item = int64_t(logits.itemsize());
-  const Type type = *stored_type(logits.dtype());
-  const char* data = static_cast<const char*>(whole.get());
+  const int64_t per_row = chunks(V), item = type == Type::f32 ? 4 : 2;
+  const char* data = static_cast<const char*>(logits);
   auto in_chunks = [&](auto&& f) {
     auto one = [&](int64_t i) {
       const int64_t row = i / per_row, first = i % per_row * CHUNK;
@@ -45,7 +45,6 @@ void choose(const mx::array& logits, int64_t limit, mx::array& ids, mx::array& b
     part.within = k.largest(at, type, std::clamp<int64_t>(limit - first, 0, count));
     part.all = first + count <= limit ? part.within : k.largest(at, type, count);
   });
-  float* largest = best.data<float>();
   for (int64_t row = 0; row < rows; row++) {
     float within = -INFINITY, all = -INFINITY;
     for (int64_t c = 0; c < per_row; c++) {
@@ -75,9 +74,11 @@ void choose(const mx::array& logits, int64_t limit, mx::array& ids, mx::array& b
       const int64_t place = parts[size_t(row * per_row + c)].place;
       if (place >= 0) id = int32_t(c * CHUNK + place);
     }
-    ids.data<int32_t>()[row] = id;
+    ids[row] = id;
   }
 }
+
+namespace {
 
 class Greedy : public CpuPrimitive {
  public:
@@ -85,7 +86,10 @@ class Greedy : public CpuPrimitive {
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     dispatch(inputs, outputs, [limit = limit_](const std::vector<mx::array>& given, std::vector<mx::array>& made) {
-      choose(given[0], limit, made[0], made[1]);
+      const mx::array& logits = given[0];
+      const Contiguous whole(logits);
+      const int64_t V = logits.shape(-1);
+      choose_rows(whole.get(), *stored_type(logits.dtype()), int64_t(logits.size()) / V, V, limit, made[0].data<int32_t>(), made[1].data<float>());
     });
   }
 

@@ -4,6 +4,7 @@
 
 #include "arrays.h"
 #include "attending.h"
+#include "greedy.h"
 #include "mlx/ops.h"
 #include "pool.h"
 #include "primitive.h"
@@ -108,7 +109,8 @@ class RowProgram : public CpuPrimitive {
     auto& o = static_cast<const RowProgram&>(other);
     auto alike = [](const Program::Store& a, const Program::Store& b) { return a.low == b.low && a.start == b.start; };
     const Program::Call &a = call_, &b = o.call_;
-    return program_ == o.program_ && has_offsets_ == o.has_offsets_ && a.offset == b.offset && alike(a.own, b.own) &&
+    return program_ == o.program_ && has_offsets_ == o.has_offsets_ && a.offset == b.offset && a.repeat == b.repeat &&
+           a.limit == b.limit && alike(a.own, b.own) &&
            std::equal(a.lent.begin(), a.lent.end(), b.lent.begin(), b.lent.end(), alike);
   }
 
@@ -131,9 +133,21 @@ int Program::add(int64_t width, mx::Dtype dtype) {
   return int(registers_.size()) - 1;
 }
 
-const Program::Register& Program::at(int place) const {
+const Program::Register& Program::any(int place) const {
   if (place < 0 || place >= int(registers_.size())) refuse("register", text(place), "one of " + text(registers_.size()));
   return registers_[size_t(place)];
+}
+
+const Program::Register& Program::at(int place) const {
+  const Register& found = any(place);
+  if (found.dtype == mx::int32) refuse("register " + text(place), "ids", "activations");
+  return found;
+}
+
+const Program::Register& Program::ids_at(int place) const {
+  const Register& found = any(place);
+  if (found.dtype != mx::int32) refuse("register " + text(place), "activations", "ids");
+  return found;
 }
 
 Program::Stage& Program::stage(Kind kind, int a, int b, int to) {
@@ -147,6 +161,34 @@ int Program::input(int64_t width, int heads) {
   if (heads < 0 || (heads > 0 && width % heads)) refuse("heads", text(heads), "a divisor of " + text(width));
   inputs_.push_back({add(width, dtype_), heads});
   return inputs_.back().place;
+}
+
+int Program::ids() {
+  inputs_.push_back({add(1, mx::int32), 0});
+  return inputs_.back().place;
+}
+
+int Program::embed(int ids, const mx::array& w, const std::optional<mx::array>& scales, const std::optional<mx::array>& biases, const Layout& layout) {
+  ids_at(ids);
+  auto table = std::make_unique<Table>(table_of(held(w), held(scales), held(biases), layout));
+  const int to = add(table->width, table->result);
+  stage(Kind::embed, ids, ids, to).table = std::move(table);
+  return to;
+}
+
+int Program::join(int a, int b) {
+  const Register first = at(a), second = at(b);
+  if (first.dtype != second.dtype) refuse("registers to join", text(first.dtype) + " and " + text(second.dtype), "one dtype");
+  const int to = add(first.width + second.width, first.dtype);
+  stage(Kind::join, a, b, to);
+  return to;
+}
+
+int Program::choose(int logits) {
+  at(logits);
+  const int to = add(1, mx::int32);
+  stage(Kind::choose, logits, logits, to);
+  return to;
 }
 
 int Program::norm(int from, const std::optional<mx::array>& weight, float eps, int64_t size) {
@@ -237,39 +279,64 @@ int Program::look(int place, int queries, int heads, int key_heads, float scale,
   return to;
 }
 
+void Program::feed(int result, int input) {
+  const Register source = any(result), into = any(input);
+  auto given = [&](int place) {
+    return std::any_of(inputs_.begin(), inputs_.end(), [&](const Port& port) { return port.place == place && port.heads == 0; });
+  };
+  const bool fed = std::any_of(feeds_.begin(), feeds_.end(), [&](const Feed& feed) { return feed.to == input; });
+  if (given(result) || !given(input) || fed || source.width != into.width || source.dtype != into.dtype) {
+    refuse("feed", text(source.dtype) + " of " + text(source.width) + " into " + text(into.dtype) + " of " + text(into.width),
+           "a result, and an input without heads that is like it and fed once");
+  }
+  feeds_.push_back({result, input});
+}
+
 void Program::output(int from, int heads) {
-  const int64_t width = at(from).width;
+  const int64_t width = any(from).width;
   if (heads < 0 || (heads > 0 && width % heads)) refuse("heads", text(heads), "a divisor of " + text(width));
   outputs_.push_back({from, heads});
 }
 
 std::vector<mx::array> Program::call(const std::shared_ptr<const Program>& program, std::vector<mx::array> inputs,
                                      const std::variant<int, mx::array>& offset, const std::optional<Storage>& storage,
-                                     const std::vector<Lent>& lent, mx::StreamOrDevice stream) {
+                                     const std::vector<Lent>& lent, int repeat, int limit, mx::StreamOrDevice stream) {
   const auto& ports = program->inputs_;
   if (inputs.size() != ports.size() || inputs.empty() || program->outputs_.empty()) {
     refuse("inputs", text(inputs.size()), text(ports.size()) + ", and some output");
   }
   mx::ShapeElem B = 0, L = 0;
   auto shape = [&](const Port& port) {
-    const auto width = mx::ShapeElem(program->registers_[size_t(port.place)].width);
+    const Register& r = program->registers_[size_t(port.place)];
+    const auto width = mx::ShapeElem(r.width);
+    if (r.dtype == mx::int32) return mx::Shape{B, L};
     return port.heads ? mx::Shape{B, port.heads, L, width / port.heads} : mx::Shape{B, L, width};
   };
   for (size_t i = 0; i < inputs.size(); i++) {
     const mx::array& x = inputs[i];
-    if (i == 0 && x.ndim() > 2) B = x.shape(0), L = x.shape(ports[0].heads ? 2 : 1);
-    if (x.dtype() != program->dtype_ || x.shape() != shape(ports[i])) {
-      refuse("input " + text(i), text(x.dtype()) + " of shape " + text(x.shape()), text(program->dtype_) + " of shape " + text(shape(ports[i])));
+    const mx::Dtype wanted = program->registers_[size_t(ports[i].place)].dtype;
+    if (i == 0 && x.ndim() > 1) B = x.shape(0), L = x.shape(ports[0].heads && x.ndim() > 2 ? 2 : 1);
+    if (x.dtype() != wanted || x.shape() != shape(ports[i])) {
+      refuse("input " + text(i), text(x.dtype()) + " of shape " + text(x.shape()), text(wanted) + " of shape " + text(shape(ports[i])));
     }
   }
+  if (repeat < 1 || (repeat > 1 && (B != 1 || L != 1 || program->attends_))) {
+    refuse("repeat", text(repeat) + " of " + text(B) + " times " + text(L) + " rows", "1, or more for one row of a program that does not attend");
+  }
+  for (const Stage& s : program->stages_) {
+    const int64_t width = program->registers_[size_t(s.a)].width;
+    if (s.kind == Kind::choose && (limit < 0 || limit > width)) refuse("limit", text(limit), "0 to " + text(width));
+  }
+  if (repeat > 1) L = repeat;  // of the outputs
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> dtypes;
   for (const Port& port : program->outputs_) {
     shapes.push_back(shape(port));
     dtypes.push_back(program->registers_[size_t(port.place)].dtype);
   }
+  if (repeat > 1) L = 1;
   auto* each = std::get_if<mx::array>(&offset);
-    if (each) {
+  if (each) {
     const bool fits = each->size() == 1 || each->shape() == mx::Shape{B};
     if (!fits || each->dtype() != mx::int32) refuse("offset", text(each->dtype()) + " of shape " + text(each->shape()), "int32, one for all or shape (" + text(B) + ",)");
     inputs.push_back(each->ndim() == 1 ? *each : mx::reshape(*each, {1}, stream));
@@ -277,7 +344,7 @@ std::vector<mx::array> Program::call(const std::shared_ptr<const Program>& progr
   if (int(lent.size()) != program->lent_) refuse("lent storages", text(lent.size()), text(program->lent_));
   const size_t first_lent = inputs.size();
   Call call{};
-  call.offset = each ? 0 : std::get<int>(offset);
+  call.offset = each ? 0 : std::get<int>(offset), call.repeat = repeat, call.limit = limit;
   for (const Stage& s : program->stages_) {
     if (s.kind != Kind::look) continue;
     const Lent& one = lent[size_t(s.place)];
@@ -323,12 +390,14 @@ void Program::run(const std::vector<mx::array>& inputs, const Call& call, std::v
   std::vector<std::optional<Contiguous>> copies;
   const size_t count = inputs_.size();
   std::vector<bool> gathered(count, false);  // inputs whose heads have to be put side by side
+  std::vector<bool> fed(registers_.size(), false);  // inputs that later runs find something else in
+  for (const Feed& feed : feeds_) fed[size_t(feed.to)] = call.repeat > 1;
   copies.reserve(count);
   for (size_t i = 0; i < count; i++) {
     const mx::array& x = inputs[i];
     if (inputs_[i].heads == 0) {
       copies.emplace_back(x);
-      direct[size_t(inputs_[i].place)] = const_cast<char*>(static_cast<const char*>(copies.back()->get()));
+      if (!fed[size_t(inputs_[i].place)]) direct[size_t(inputs_[i].place)] = const_cast<char*>(static_cast<const char*>(copies.back()->get()));
     } else if (as_rows(x, inputs_[i].heads)) {
       direct[size_t(inputs_[i].place)] = const_cast<char*>(x.data<char>());
     } else {
@@ -347,20 +416,24 @@ void Program::run(const std::vector<mx::array>& inputs, const Call& call, std::v
     if (!direct[r]) row_bytes += (registers_[r].width * int64_t(mx::size_of(registers_[r].dtype)) + 63) / 64 * 64;
   }
   const int64_t at_once = std::min(total, std::max(FEWEST, SCRATCH / std::max<int64_t>(row_bytes, 1)));
+  const bool again = call.repeat > 1;  // then an input is one row, and an output has one per run
   char* scratch = reinterpret_cast<char*>(registers_buffer.floats(size_t(row_bytes * at_once / 4 + 16)));
 
   std::vector<char*> data(registers_.size());
-  for (int64_t m = 0; m < total; m += at_once) {
-    const int64_t rows = std::min(at_once, total - m);
+  std::vector<bool> given(registers_.size(), false);
+  for (const Port& port : inputs_) given[size_t(port.place)] = true;
+  auto bytes_of = [&](size_t r) { return registers_[r].width * int64_t(mx::size_of(registers_[r].dtype)); };
+  for (int64_t m = 0; m < total * call.repeat; m += at_once) {
+    const int64_t rows = again ? 1 : std::min(at_once, total - m);
     for (size_t r = 0; r < registers_.size(); r++) {
-      const int64_t item = int64_t(mx::size_of(registers_[r].dtype));
-      data[r] = direct[r] ? direct[r] + m * registers_[r].width * item : scratch + starts[r] * at_once;
+      data[r] = direct[r] ? direct[r] + (again && given[r] ? 0 : m) * bytes_of(r) : scratch + starts[r] * at_once;
     }
     for (size_t i = 0; i < count; i++) {
       const size_t r = size_t(inputs_[i].place);
+      if (fed[r] && m == 0) memcpy(data[r], copies[i]->get(), size_t(bytes_of(r)));
       if (gathered[i]) copy_heads(data[r], const_cast<char*>(inputs[i].data<char>()), true, m, rows, inputs[i].shape(), inputs[i].strides(), int64_t(inputs[i].itemsize()));
     }
-    block({data.data(), m, rows, first.shape(inputs_[0].heads ? 2 : 1)}, call);
+    block({data.data(), again ? 0 : m, rows, first.shape(inputs_[0].heads ? 2 : 1)}, call);
     for (size_t i = 0; i < outputs_.size(); i++) {
       const size_t r = size_t(outputs_[i].place);
       mx::array& out = outputs[i];
@@ -368,9 +441,11 @@ void Program::run(const std::vector<mx::array>& inputs, const Call& call, std::v
       if (outputs_[i].heads) {
         copy_heads(data[r], out.data<char>(), false, m, rows, out.shape(), out.strides(), int64_t(out.itemsize()));
       } else {
-        const int64_t bytes = registers_[r].width * int64_t(out.itemsize());
-        memcpy(out.data<char>() + m * bytes, data[r], size_t(rows * bytes));
+        memcpy(out.data<char>() + m * bytes_of(r), data[r], size_t(rows * bytes_of(r)));
       }
+    }
+    if (again) {
+      for (const Feed& feed : feeds_) memcpy(data[size_t(feed.to)], data[size_t(feed.from)], size_t(bytes_of(size_t(feed.to))));
     }
   }
 }
@@ -384,7 +459,26 @@ void Program::block(const Block& b, const Call& call) const {
   for (size_t i = 0; i < stages_.size(); i++) {
     const Stage& s = stages_[i];
     const Register &from = registers_[size_t(s.a)], &to = registers_[size_t(s.to)];
-    const Type type = *stored_type(from.dtype), y_type = *stored_type(to.dtype);
+    if (s.kind == Kind::embed) {
+      const int32_t* ids = reinterpret_cast<const int32_t*>(data[s.a]);
+      for (int64_t r = 0; r < rows; r++) read_row(*s.table, ids[r], data[s.to] + r * to.width * int64_t(mx::size_of(to.dtype)));
+      continue;
+    }
+    const Type type = *stored_type(from.dtype);
+    if (s.kind == Kind::choose) {
+      std::vector<float> largest(static_cast<size_t>(rows));
+      choose_rows(data[s.a], type, rows, from.width, call.limit ? call.limit : from.width, reinterpret_cast<int32_t*>(data[s.to]), largest.data());
+      continue;
+    }
+    if (s.kind == Kind::join) {
+      const int64_t item = int64_t(mx::size_of(to.dtype)), left = from.width * item, right = (to.width - from.width) * item;
+      for (int64_t r = 0; r < rows; r++) {
+        memcpy(data[s.to] + r * (left + right), data[s.a] + r * left, size_t(left));
+        memcpy(data[s.to] + r * (left + right) + left, data[s.b] + r * right, size_t(right));
+      }
+      continue;
+    }
+    const Type y_type = *stored_type(to.dtype);
     if (s.kind == Kind::linear) {
       std::vector<Factored> together{{s.factor.get(), data[s.to]}};
       for (; i + 1 < stages_.size() && stages_[i + 1].kind == Kind::linear && stages_[i + 1].a == s.a; i++) {

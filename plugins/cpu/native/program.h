@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "arrays.h"
+#include "embedding.h"
 #include "kernels.h"
 #include "linear.h"
 
@@ -18,12 +19,20 @@ namespace spec {
 // Built once, called often. A register is a number: it holds `width` values per row.
 class Program {
  public:
-  explicit Program(mx::Dtype dtype);  // of every input; other registers follow mlx's rules of promotion
+  explicit Program(mx::Dtype dtype);  // of every input but ids; other registers follow mlx's rules of promotion
 
   Program(const Program&) = delete;
 
   // The next input of a call: (B, L, width), or (B, heads, L, width / heads) when heads > 0.
   int input(int64_t width, int heads);
+  // The same, of token ids: (B, L) int32. Ids are only looked up, chosen, handed out and fed.
+  int ids();
+  // Rows of a table, as `rows` of embedding.h has them.
+  int embed(int ids, const mx::array& w, const std::optional<mx::array>& scales, const std::optional<mx::array>& biases, const Layout& layout);
+  // Two registers of one dtype side by side.
+  int join(int a, int b);
+  // The best of every row of logits, as `greedy` chooses within the limit of the call.
+  int choose(int logits);
   // rms_norm of every `size` values, which is the width or one head; weight (size,) or none.
   int norm(int from, const std::optional<mx::array>& weight, float eps, int64_t size);
   // As `linear`. Layers after one another that read the same register run side by side.
@@ -42,7 +51,9 @@ class Program {
   // The same over storage number `place` of those that are lent to a call, to which nothing is added: the last row of a
   // call sees its last key, the rows before it one less each.
   int look(int place, int queries, int heads, int key_heads, float scale, int window);
-  // The next output of a call, in the shape `input` would take.
+  // In a call that repeats the program, every run but the first finds in `input` what the run before left in `result`.
+  void feed(int result, int input);
+  // The next output of a call, in the shape `input` or `ids` would take.
   void output(int from, int heads);
 
   // Keys and values (1, key_heads, capacity, D), of which a call reads from row `low` on and fills from `start` on.
@@ -56,10 +67,12 @@ class Program {
     int low, end;
   };
   // The outputs of a program on inputs whose row l of batch b stands at position offset[b] + l, then the filled storage
-  // if it attends; lazy. The storage is written in place when nobody else holds it.
+  // if it attends; lazy. The storage is written in place when nobody else holds it. With `repeat` above 1 the program,
+  // which may not attend, runs so often over one row at that position: outputs (B, repeat, width) hold a row per run.
+  // `choose` chooses among the first `limit` logits, all of them when it is 0.
   static std::vector<mx::array> call(const std::shared_ptr<const Program>& program, std::vector<mx::array> inputs,
                                      const std::variant<int, mx::array>& offset, const std::optional<Storage>& storage,
-                                     const std::vector<Lent>& lent, mx::StreamOrDevice stream);
+                                     const std::vector<Lent>& lent, int repeat, int limit, mx::StreamOrDevice stream);
 
   // Stored keys and values while a call runs: read from row `low` on, of which row `start` belongs to the first row.
   struct Store {
@@ -72,7 +85,7 @@ class Program {
   // What a call computes with besides its inputs.
   struct Call {
     const mx::array* offsets;  // (B,) int32, or one for all
-    int offset;
+    int offset, repeat, limit;
     Store own;
     std::vector<Store> lent;
   };
@@ -80,7 +93,7 @@ class Program {
   bool attends() const { return attends_; }
 
  private:
-  enum class Kind { norm, linear, combine, rotate, scale, attend, look };
+  enum class Kind { norm, linear, combine, rotate, scale, attend, look, embed, join, choose };
   struct Register {
     int64_t width;
     mx::Dtype dtype;
@@ -99,9 +112,15 @@ class Program {
     bool neighbours;
     std::optional<mx::array> weight;  // of a norm, or inverse wavelengths
     std::unique_ptr<Factor> factor;
+    std::unique_ptr<Table> table;
+  };
+  struct Feed {
+    int from, to;
   };
   int add(int64_t width, mx::Dtype dtype);
-  const Register& at(int place) const;
+  const Register& any(int place) const;
+  const Register& at(int place) const;      // of activations
+  const Register& ids_at(int place) const;  // of ids
   Stage& stage(Kind kind, int a, int b, int to);
   // A block of rows: the first of them, and positions per batch.
   struct Block {
@@ -118,6 +137,7 @@ class Program {
   mx::Dtype dtype_;
   std::vector<Register> registers_;
   std::vector<Port> inputs_, outputs_;
+  std::vector<Feed> feeds_;
   std::vector<Stage> stages_;
 };
 

@@ -58,7 +58,17 @@ class Blueprint(Recipe):
         """An embedding as an output head. Raises UncoveredError likewise."""
         if type(table) not in (RowEmbedding, RowQuantizedEmbedding):
             raise UncoveredError(type(table).__name__)
-        return self.linear(of, **(packed(table) if "scales" in table else {"weight": table["weight"]}))
+        return self.linear(of, **_table(table))
+
+    def looked_up(self, of: int, table: Any) -> int:
+        """The rows of an embedding that ids name. Raises UncoveredError likewise."""
+        if type(table) not in (RowEmbedding, RowQuantizedEmbedding):
+            raise UncoveredError(type(table).__name__)
+        dense, affine = "scales" not in table, table.get("biases") is not None
+        rows = table["weight"].dtype if dense else table["scales"].dtype if affine else mx.bfloat16
+        if rows != self.dtype:
+            raise UncoveredError(f"a table whose rows are {rows}")
+        return self.embed(of, **_table(table))
 
     def normed(self, of: int, layer: Any, size: int = 0) -> int:
         """A norm over every `size` values, by default one per weight. Raises UncoveredError likewise."""
@@ -80,6 +90,10 @@ class Blueprint(Recipe):
     def weighted(self, of: int, weight: mx.array) -> int:
         """`scale` by a weight that is rounded as activations are."""
         return self.scale(of, weight.astype(self.dtype))
+
+
+def _table(table: Any) -> dict[str, Any]:
+    return packed(table) if "scales" in table else {"weight": table["weight"]}
 
 
 class Built:

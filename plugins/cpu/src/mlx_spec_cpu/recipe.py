@@ -8,7 +8,7 @@ A recipe is written once per layer. Its steps number their results as they go, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .native import library
-from .operations import attention_reference, linear_reference, rms_norm_reference, rope_reference
+from .operations import (
+    attention_reference,
+    greedy_reference,
+    linear_reference,
+    rms_norm_reference,
+    rope_reference,
+    rows_reference,
+)
 
 Lent = tuple[mx.array, mx.array, int, int]
 """Keys and values (1, Hkv, capacity, D) to be read from the first of these rows up to the second."""
@@ -37,11 +44,13 @@ class Recipe:
     Attributes:
         steps: in order; step i makes result i.
         outputs: (result, heads) of everything that leaves.
+        feeds: (result, input), for calls that repeat the recipe.
     """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.outputs: list[tuple[int, int]] = []
+        self.feeds: list[tuple[int, int]] = []
 
     def _add(self, op: str, *args: Any, **given: Any) -> int:
         self.steps.append(Step(op, args, given))
@@ -50,6 +59,22 @@ class Recipe:
     def input(self, width: int, heads: int = 0) -> int:
         """The next input: (B, L, width), or (B, heads, L, width // heads)."""
         return self._add("input", width, heads)
+
+    def ids(self) -> int:
+        """The next input, token ids (B, L) int32: to be looked up, handed out and fed."""
+        return self._add("ids")
+
+    def embed(self, of: int, **weights: Any) -> int:
+        """The rows of a table that ids name, weights as for `rows_reference`."""
+        return self._add("embed", of, **weights)
+
+    def join(self, first: int, second: int) -> int:
+        """Two results side by side."""
+        return self._add("join", first, second)
+
+    def choose(self, of: int) -> int:
+        """The greedy choice from logits, as ids: the best within the limit of the call."""
+        return self._add("choose", of)
 
     def norm(self, of: int, weight: mx.array | None, eps: float, size: int) -> int:
         """rms_norm of every `size` values: of the width, or of each head; weight (size,)."""
@@ -84,12 +109,18 @@ class Recipe:
         """As `attend` over storage number `place` of those lent to a call, which the rows of the call end."""
         return self._add("look", place, queries, heads, key_heads, scale, window)
 
+    def feed(self, of: int, into: int) -> None:
+        """In a call that repeats the recipe, what every run but the first finds in an input."""
+        self.feeds.append((of, into))
+
     def output(self, of: int, heads: int = 0) -> None:
         """The next output, in the shape an input would have."""
         self.outputs.append((of, heads))
 
     def build(self, dtype: mx.Dtype) -> Callable[..., list[mx.array]]:
-        """function(*inputs of dtype, offset=0, keys, values, low, start, lent) -> outputs, as `by_mlx`.
+        """function(*inputs of dtype, offset=0, keys, values, low, start, lent, repeat=1, limit=0) -> outputs.
+
+        As `by_mlx`.
 
         One operation of the library. It holds the weights. Storage is filled in place when nobody else holds it
         by then.
@@ -97,6 +128,8 @@ class Recipe:
         program = library().Program(mx.zeros((), dtype))
         for step in self.steps:
             getattr(program, step.op)(*step.args, **step.given)
+        for of, into in self.feeds:
+            program.feed(of, into)
         for of, heads in self.outputs:
             program.output(of, heads)
         return program
@@ -111,14 +144,55 @@ def by_mlx(
     low: int = 0,
     start: int = 0,
     lent: Sequence[Lent] = (),
+    repeat: int = 1,
+    limit: int = 0,
 ) -> list[mx.array]:
-    """The outputs of a recipe, by mlx's own operations; then, when it attends, the filled storage."""
-    waiting = iter(inputs)
+    """The outputs of a recipe, by mlx's own operations; then, when it attends, the filled storage.
+
+    With `repeat` above 1 it runs so often over one row at that position, every run fed by the one before: outputs
+    (B, repeat, width) hold a row per run. Such a recipe does not attend. What is chosen is one of the first `limit`
+    ids, of all when it is 0.
+    """
+    given = dict(zip(_ports(recipe), inputs, strict=True))
+    runs = []
+    for _ in range(repeat):
+        results, filled = _run(recipe, given, offset, keys, values, low, start, lent, limit)
+        runs.append([_apart(results[of], heads) for of, heads in recipe.outputs])
+        given |= {into: results[of] for of, into in recipe.feeds}
+    joined = [mx.concatenate(rows, axis=-2 if rows[0].ndim > 2 else 1) for rows in zip(*runs, strict=True)]
+    return joined + filled
+
+
+def _ports(recipe: Recipe) -> list[int]:
+    return [i for i, step in enumerate(recipe.steps) if step.op in ("input", "ids")]
+
+
+def _run(
+    recipe: Recipe,
+    given: Mapping[int, mx.array],
+    offset: int | mx.array,
+    keys: mx.array | None,
+    values: mx.array | None,
+    low: int,
+    start: int,
+    lent: Sequence[Lent],
+    limit: int,
+) -> tuple[list[mx.array], list[mx.array]]:
+    """Every result of one run, and the filled storage."""
     results: list[mx.array] = []
     filled: list[mx.array] = []
-    for step in recipe.steps:
+    for i, step in enumerate(recipe.steps):
         if step.op == "input":
-            results.append(_side_by_side(next(waiting), step.args[1]))
+            results.append(_side_by_side(given[i], step.args[1]))
+        elif step.op == "ids":
+            results.append(given[i])
+        elif step.op == "embed":
+            results.append(rows_reference(results[step.args[0]], **step.given))
+        elif step.op == "join":
+            results.append(mx.concatenate([results[of] for of in step.args], axis=-1))
+        elif step.op == "choose":
+            logits = results[step.args[0]]
+            results.append(greedy_reference(logits, limit or logits.shape[-1])[0])
         elif step.op == "norm":
             of, weight, eps, size = step.args
             heads = results[of].reshape(*results[of].shape[:-1], -1, size)
@@ -149,7 +223,7 @@ def by_mlx(
         else:
             name, first, second = step.args
             results.append(_COMBINE[name](results[first], results[second]))
-    return [_apart(results[of], heads) for of, heads in recipe.outputs] + filled
+    return results, filled
 
 
 _COMBINE: dict[str, Callable[[mx.array, mx.array], mx.array]] = {

@@ -17,8 +17,7 @@ step of a block stands at one position (`POSITION_SHIFT`), and no step sees the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -30,16 +29,15 @@ from mlx_lm.models.rope_utils import initialize_rope
 from mlx_spec.draft_state import DraftState
 from mlx_spec.errors import LoadError
 from mlx_spec.models import Drafter, Target
-from mlx_spec.state import Room, narrow, visible_mask
 from mlx_spec.types import Capabilities, Draft, DrafterCard, ModelRef
 
 from .config import FULL, SLIDING, AssistantConfig, assistant_config
+from .shared import SharedKV, TargetKV
 from .target import Gemma4Target
 from .weights import load_assistant
 
 if TYPE_CHECKING:
     from mlx_spec.lane import Lane
-    from mlx_spec.state import KVView
 
 POSITION_SHIFT = -1
 """Every step of a block rotates its query to position n + POSITION_SHIFT, n committed positions.
@@ -47,61 +45,6 @@ POSITION_SHIFT = -1
 -1 is the last committed position (mlx-vlm, vLLM); 0 would be the anchor's own (transformers). The choice
 moves acceptance only, never the reply.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class SharedKV:
-    """What one layer type attends to: a view cut to what is visible, and a mask when rows differ."""
-
-    view: KVView
-    mask: mx.array | None
-
-    @classmethod
-    def of(cls, view: KVView, positions: Sequence[int], window: int | None) -> SharedKV:
-        """Every committed key for full layers, those within `window` of positions[b] for sliding ones."""
-        # visible_mask also hides keys after the query, and there are none: all keys are below n
-        seen = narrow(view, positions, window)
-        mask = visible_mask(seen, positions, window)
-        if mask is not None and 0 in view.lengths:
-            # a row without keys drafts nothing, but softmax over nothing is NaN: let it see one zero key
-            mask = mask | mx.array([n == 0 for n in view.lengths])[:, None, None, None]
-        return cls(seen, mask)
-
-
-class TargetKV:
-    """The target's K/V as the positions of one draft see them, by layer type; made when first asked for.
-
-    Args:
-        states: the target's states.
-        sources: layer type -> index of the state that is read.
-        positions: of the queries (B,).
-        windows: layer type -> keys a query sees, None for all.
-    """
-
-    def __init__(
-        self,
-        states: Sequence[Any],
-        sources: Mapping[Any, int],
-        positions: Sequence[int],
-        windows: Mapping[Any, int | None],
-    ):
-        self._states = {kind: states[source] for kind, source in sources.items()}
-        self._positions, self._windows = positions, windows
-        self._seen: dict[str, SharedKV] = {}
-        self._lent: list[Room | None] | None = None
-
-    def __getitem__(self, kind: str) -> SharedKV:
-        """What layers of this type attend to."""
-        if kind not in self._seen:
-            self._seen[kind] = SharedKV.of(self._states[kind].view(), self._positions, self._windows[kind])
-        return self._seen[kind]
-
-    def lent(self) -> list[Room | None]:
-        """Storage per layer type, in the order of `sources`; None where it cannot be read as it lies."""
-        if self._lent is None:
-            lend = [(getattr(state, "lent", None), self._windows[kind]) for kind, state in self._states.items()]
-            self._lent = [None if ask is None else ask(self._positions[0], window) for ask, window in lend]
-        return self._lent
 
 
 class AssistantAttention(nn.Module):
@@ -272,8 +215,13 @@ class Gemma4Assistant(nn.Module):
 
     def describe(self, b: Any) -> None:
         """The same as `__call__`, written onto a blueprint."""
+        for made in self.write(b, b.input(self.width)):
+            b.output(made)
+
+    def write(self, b: Any, x: int) -> tuple[int, int]:
+        """What a call gives, as results on a blueprint."""
         kinds = list(dict.fromkeys(layer.layer_type for layer in self.model.layers))
-        x = b.apply(b.input(self.width), self.pre_projection)
+        x = b.apply(x, self.pre_projection)
         for layer in self.model.layers:
             a, mlp = layer.self_attn, layer.mlp
             asked = b.normed(b.apply(b.normed(x, layer.input_layernorm), a.q_proj), a.q_norm)
@@ -286,11 +234,10 @@ class Gemma4Assistant(nn.Module):
             x = b.combine("add", x, b.normed(down, layer.post_feedforward_layernorm))
             x = b.weighted(x, layer.layer_scalar)
         n = b.normed(x, self.model.norm)
-        if "masked_embedding" in self:
-            b.output(n)
-        else:
-            b.output(b.apply(n, self.lm_head) if "lm_head" in self else b.read_out(n, self.model.embed_tokens))
-        b.output(b.apply(n, self.post_projection))
+        read = n
+        if "masked_embedding" not in self:
+            read = b.apply(n, self.lm_head) if "lm_head" in self else b.read_out(n, self.model.embed_tokens)
+        return read, b.apply(n, self.post_projection)
 
     def head(self, hidden: mx.array) -> mx.array:
         """Post-norm drafter hidden (..., h), (B, h) for centroids -> logits (..., V)."""
@@ -301,15 +248,57 @@ class Gemma4Assistant(nn.Module):
         return self.model.embed_tokens.as_linear(hidden)
 
 
+class GreedyChain(nn.Module):
+    """A greedy draft of one row where kernels run it in one operation; else single steps draft.
+
+    Args:
+        assistant: its step.
+        table, scale: the target's embedding, and the factor of its rows.
+    """
+
+    def __init__(self, assistant: Gemma4Assistant, table: nn.Module, scale: float):
+        super().__init__()
+        self.assistant, self.table, self.scale = assistant, table, scale
+
+    def __call__(
+        self, hidden: mx.array, token: mx.array, shared: TargetKV, offset: int, count: int, limit: int
+    ) -> tuple[mx.array] | None:
+        """hidden (1, 1, H), token (1, 1) -> `count` tokens (1, count), each below `limit`; None: not as one."""
+        return None
+
+    def arrange(
+        self, hidden: mx.array, token: mx.array, shared: TargetKV, offset: int, count: int, limit: int
+    ) -> tuple[list[mx.array], dict[str, Any]] | None:
+        """A call's inputs and where it reads; None for centroids and what the assistant's own cannot read."""
+        placed = None if "masked_embedding" in self.assistant else self.assistant.arrange(hidden, shared, offset)
+        return placed and ([hidden, token], placed[1] | {"repeat": count, "limit": limit})
+
+    def describe(self, b: Any) -> None:
+        """One step; its token and hidden state are what the next one begins with."""
+        hidden, token = b.input(self.assistant.width // 2), b.ids()
+        embedded = b.weighted(b.looked_up(token, self.table), mx.array([self.scale]))
+        read, onward = self.assistant.write(b, b.join(embedded, hidden))
+        chosen = b.choose(read)
+        b.feed(onward, hidden)
+        b.feed(chosen, token)
+        b.output(chosen)
+
+
 class Gemma4Drafter(Drafter):
-    """An assistant bound to a target. Holds weights only: what it needs of a request is in the lane."""
+    """An assistant bound to a target. Holds weights only: what it needs of a request is in the lane.
+
+    Attributes:
+        chain: several steps of the assistant.
+    """
 
     taps = ("hidden",)
     capabilities = Capabilities(history="last")
+    networks = ("model", "chain")
 
     def __init__(self, card: DrafterCard, model: Gemma4Assistant, config: AssistantConfig, target: Gemma4Target):
         self.card = card
         self.model = model
+        self.chain = GreedyChain(model, *target.table)
         self.config = config
         self.sources = {kind: target.sources[kind] for kind in dict.fromkeys(config.text.layer_types)}
         self._windows = {FULL: None, SLIDING: config.text.sliding_window}
@@ -340,6 +329,9 @@ class Gemma4Drafter(Drafter):
         counts = _counts(lane, budget)
         if hidden is None or lane.anchors is None or not any(counts):
             return Draft(mx.zeros((lane.size, 0), dtype=mx.int32), [0] * lane.size)
+        at_once = self._at_once(lane, hidden, max(counts))
+        if at_once is not None:
+            return Draft(at_once, counts)
         step = self.stepper(lane)
         token, tokens, laws = lane.anchors, list[mx.array](), list[mx.array]()
         for i in range(max(counts)):
@@ -351,16 +343,32 @@ class Gemma4Drafter(Drafter):
         probs = mx.stack(laws, axis=1) if len(laws) == len(tokens) else None
         return Draft(mx.stack(tokens, axis=1), counts, probs)
 
+    def _at_once(self, lane: Lane, hidden: mx.array, count: int) -> mx.array | None:
+        """`count` tokens (1, count) by one operation; None where that does not do what single steps do."""
+        limit, anchors = lane.greedy_limit, lane.anchors
+        if limit is None or anchors is None or lane.size > 1 or self.config.text.vocab_size != lane.target.vocab_size:
+            return None
+        shared, offset = self._place(lane)
+        begin = hidden[:, None].astype(self._activations), anchors[:, None]
+        made = self.chain(*begin, shared, offset, count, limit)
+        return None if made is None else made[0]
+
+    @property
+    def _activations(self) -> mx.Dtype:
+        """Of the assistant: norms are never quantised."""
+        return self.model.model.norm.weight.dtype
+
+    def _place(self, lane: Lane) -> tuple[TargetKV, int | mx.array]:
+        """What the rows of a lane attend to, and at which position, one for all where they are equal."""
+        positions = [max(n + POSITION_SHIFT, 0) for n in lane.lengths]
+        shared = TargetKV(lane.states, self.sources, positions, self._windows)
+        same = all(p == positions[0] for p in positions)
+        return shared, positions[0] if same else mx.array(positions, dtype=mx.int32)
+
     def stepper(self, lane: Lane) -> Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]:
         """One draft step over the lane as it stands: (token (B,), hidden (B, H)) -> (logits, hidden)."""
-        states: Sequence[Any] = lane.states
-        positions = [max(n + POSITION_SHIFT, 0) for n in lane.lengths]
-        shared = TargetKV(states, self.sources, positions, self._windows)
-        same = all(p == positions[0] for p in positions)
-        offset = positions[0] if same else mx.array(positions, dtype=mx.int32)
-        embed = lane.target.embed
-
-        dtype = self.model.model.norm.weight.dtype  # norms are never quantised
+        shared, offset = self._place(lane)
+        embed, dtype = lane.target.embed, self._activations
 
         def step(token: mx.array, hidden: mx.array) -> tuple[mx.array, mx.array]:
             x = mx.concatenate([embed(token).astype(dtype), hidden.astype(dtype)], axis=-1)

@@ -107,6 +107,11 @@ class Gemma4Target(Target):
         seen = {"hidden": self._core.norm(pre), "hidden_pre": pre}
         return {name: seen[name] for name in taps}
 
+    @property
+    def table(self) -> tuple[nn.Module, float]:
+        """The embedding, and the factor of its rows."""
+        return self._core.embed_tokens, self._core.embed_scale
+
     def embed(self, tokens: mx.array) -> mx.array:
         """tokens (...,) -> (..., D), times sqrt(D)."""
         return self._core.embed_tokens(tokens) * self._core.embed_scale
