@@ -46,7 +46,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "draft": (mlx_spec.advance, "propose"),
     "verify": (mlx_spec.advance, "verify"),
     "accept: build": (mlx_spec.judge, "accept"),
-    "wait": (mlx_spec.accept.AcceptResult, "read"),
+    "wait": (mlx_spec.accept.GreedyBlock, "read"),
     "accept: unpack": (mlx_spec.accept, "unpack"),
     "check draft": (mlx_spec.rounds, "checked_draft"),
     "rollback": (mlx_spec.advance, "settle"),

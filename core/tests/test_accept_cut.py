@@ -7,7 +7,8 @@ import itertools
 import mlx.core as mx
 import pytest
 
-from mlx_spec.accept import RowPlan, RowResult, accept, cut, in_step
+from mlx_spec.accept import RowPlan, RowResult, accept
+from mlx_spec.cutting import cut, in_step
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Verdict
 

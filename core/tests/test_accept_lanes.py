@@ -7,7 +7,7 @@ import math
 import mlx.core as mx
 import pytest
 
-from mlx_spec.accept import AcceptResult, GreedyStep, RowPlan, RowResult, accept
+from mlx_spec.accept import AcceptResult, GreedyBlock, GreedyStep, RowPlan, RowResult, accept
 from mlx_spec.drawing import Drawer
 from mlx_spec.noise import gumbel
 from mlx_spec.processors import History
@@ -196,6 +196,35 @@ def test_a_plain_greedy_step_says_what_the_general_path_says(dtype: mx.Dtype, li
     assert (found[6].tokens == [V - 1]) == (limit != V - 2)
     assert step.next_anchors.dtype == mx.int32
     assert step.next_anchors.tolist()[:3] == general.next_anchors.tolist()[:3]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("limit", [None, V - 2])
+def test_a_greedy_block_says_what_the_general_path_says(dtype: mx.Dtype, limit: int | None) -> None:
+    """Drafts right up to each place, short ones, ids outside the vocabulary, and broken rows before and behind."""
+    mx.random.seed(8)
+    settings, rows = [Sampling()] * 12, 12
+    logits = mx.random.normal((rows, L, V)).astype(dtype)
+    right = accept(lane(settings), logits, Draft(mx.zeros((rows, K), dtype=mx.int32)), limit)
+    drafts = [r[:K] for r in right.ids.tolist()]
+    for b in range(K):
+        drafts[b][b] = (drafts[b][b] + 1) % 9
+    drafts[4][1], drafts[5][0], drafts[6][2] = V - 1, -3, 10**6
+    logits[7, 0, 3], logits[8, 2, 3], logits[9, K], logits[10, 1, 0] = math.nan, math.inf, -math.inf, math.nan
+    counts = [K, K, K, K, K, K, K, K, K, K, 1, 0]
+    draft = Draft(mx.array(drafts, dtype=mx.int32), counts)
+    block = accept(lane(settings), logits, draft, limit)
+    general = accept(lane([Sampling(logprobs=0)] * rows), logits, draft, limit)
+    assert isinstance(block, GreedyBlock) and isinstance(general, AcceptResult)
+
+    def told(results: list[RowResult]) -> list[tuple[object, ...]]:
+        return [(r.tokens, r.accepted, r.draft_ids, r.draft_fault, r.error) for r in results]
+
+    block.start()
+    found = told(block.read())
+    assert found == told(general.read())
+    assert [f[1] for f in found] == [0, 1, 2, K, 1, 0, 2, 0, 2, K, 1, 0]
+    assert [bool(f[4]) for f in found] == [False] * 7 + [True] * 4 + [False]
 
 
 def test_logprobs_travel_in_the_same_array_and_describe_the_processed_logits() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tinymodels import TEMPLATE, write_model, write_tokenizer
 
 from mlx_spec.errors import LoadError, UsageError
-from mlx_spec.tokenizer import load_tokenizer
+from mlx_spec.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,23 @@ def test_bytes_that_are_no_utf8_are_refused(tokenizer):
 def test_decode_keeps_spaces_before_punctuation(tokenizer):
     text = "well , it 's fine . isn 't it ?"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_text_comes_from_the_library_unless_a_class_decodes_by_itself(tmp_path, monkeypatch):
+    wrapped = load_tokenizer(write_tokenizer(tmp_path)).wrapped
+    inner, ids = wrapped._tokenizer, wrapped.encode("<bos>red , <|end|>žluť<eos>")
+    expected = inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    with monkeypatch.context() as without:
+        without.setattr(inner, "decode", lambda *given, **options: pytest.fail("decoded the long way"))
+        for whole in (wrapped, inner):
+            assert Tokenizer(whole).decode(ids, skip_special_tokens=False) == expected
+
+    class Own(type(inner)):
+        def _decode(self, *given, **options):
+            return "own " + super()._decode(*given, **options)
+
+    inner.__class__ = Own
+    assert Tokenizer(wrapped).decode(ids, skip_special_tokens=False) == "own " + expected
 
 
 def test_prompt_goes_through_the_template(tokenizer):

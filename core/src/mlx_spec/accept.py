@@ -12,8 +12,8 @@ not depend on its neighbours, so a row in a mixed lane gets exactly what it gets
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ from .noise import gumbel, uniform
 from .processors import History, process_rows
 from .sampling import Sampling
 from .shaping import assemble, logprobs_of, shape_logprobs
-from .types import Draft, Verdict
+from .types import Draft
 
 Logprob = tuple[int, float, list[tuple[int, float]]]  # token id, its logprob, (id, logprob) of the best ones
 
@@ -159,6 +159,39 @@ class GreedyStep:
         return [RowResult([t], 0) if isfinite(c) else RowResult([], 0, error=_NOT_FINITE) for t, c in found]
 
 
+@dataclass(frozen=True, slots=True)
+class GreedyBlock:
+    """Lazy result of a verify of greedy rows: the device chooses, what is accepted is counted here.
+
+    Attributes:
+        ids: (B, L) int32, the target's choice after each verified row.
+        check: (B, L), finite where the row's logits are.
+        drafts: (B, K) int32.
+    """
+
+    ids: mx.array
+    check: mx.array
+    drafts: mx.array
+    layout: Layout
+
+    def start(self) -> None:
+        """Have the device compute it, without waiting."""
+        mx.async_eval(self.ids, self.check, self.drafts)
+
+    def read(self) -> list[RowResult]:
+        """Wait for the device once; `accept_greedy` over plain numbers."""
+        mx.eval(self.ids, self.check, self.drafts)
+        found = zip(self.ids.tolist(), self.check.tolist(), self.drafts.tolist(), self.layout.counts, strict=True)
+        packed = []
+        for ids, check, drafts, count in found:
+            accepted = 0
+            while accepted < count and ids[accepted] == drafts[accepted] and isfinite(check[accepted]):
+                accepted += 1
+            flags = 0 if isfinite(check[accepted]) else _BAD_LOGITS
+            packed.append([*ids, accepted, flags, *drafts])
+        return unpack(packed, self.layout)
+
+
 @dataclass(slots=True)
 class _Group:
     """Rows that are judged together, and their processed logits (b, L, V)."""
@@ -174,7 +207,7 @@ def accept(
     draft: Draft,
     vocab_limit: int | None = None,
     greedy: GreedyChoice = PLAIN,
-) -> AcceptResult | GreedyStep:
+) -> AcceptResult | GreedyStep | GreedyBlock:
     """Judge a verify.
 
     Args:
@@ -186,10 +219,14 @@ def accept(
     """
     rows, width, vocab = logits.shape
     limit = vocab if vocab_limit is None else min(vocab, vocab_limit)
-    if width == 1 and all(row.settings.plain_greedy for row in plan):
+    plain = all(row.settings.plain_greedy for row in plan)
+    if plain and width == 1:
         return GreedyStep(*greedy(mx.squeeze(logits, 1), limit))
     counts = tuple([width - 1] * rows if draft.counts is None else draft.counts)
     asked = tuple(row.settings.logprobs for row in plan)
+    if plain:
+        layout = Layout(width - 1, counts, limit, asked, None, ("",) * rows)
+        return GreedyBlock(*greedy(logits, limit), draft.tokens.astype(mx.int32), layout)
     wanted = [n for n in asked if n is not None]
     n = min(max(wanted), limit) if wanted else None
     groups = _groups(plan, logits, draft.tokens)
@@ -351,37 +388,3 @@ def _logprob(values: Sequence[int], i: int, token: int, count: int, layout: Layo
 
 def _as_float(bits: int) -> float:
     return float(struct.unpack("<f", struct.pack("<i", bits))[0])
-
-
-def in_step(results: Sequence[RowResult]) -> list[RowResult]:
-    """The same verdicts with every row cut to the fewest accepted drafts among them, and one token more.
-
-    That token is, like the ones before it, what its row emits at that position without company: the target's
-    own under greedy and `coupled`, and a draw from the target's law under `rejection`, whether it was an
-    accepted draft or came from the residual. What stands after it is forgotten and drawn anew. Where a row is
-    cut depends on its own randomness only up to the token it ends with, so the replies keep their law.
-    """
-    fewest = min((r.accepted for r in results), default=0)
-    return [r if r.accepted <= fewest else _shortened(r, fewest) for r in results]
-
-
-def _shortened(result: RowResult, accepted: int) -> RowResult:
-    """`result` as if only `accepted` drafts had been accepted; an error further on has not come up yet."""
-    end = accepted + 1
-    logprobs = None if result.logprobs is None else result.logprobs[:end]
-    return replace(result, tokens=result.tokens[:end], accepted=accepted, error="", logprobs=logprobs)
-
-
-def cut(tokens: Sequence[int], stop_ids: Collection[int], remaining: int, accepted: int = 0) -> Verdict:
-    """End a block at its first stop id or at the length limit, whichever comes first.
-
-    A stop id inside the limit ends the reply with reason "stop", also when it is the last token allowed; it
-    stays in `tokens` (it becomes the anchor, keep == len(tokens)) and is left out of the text by the text
-    stream. Reaching the limit without one is "length".
-    """
-    room = list(tokens[: max(0, remaining)])
-    for i, token in enumerate(room):
-        if token in stop_ids:
-            return Verdict(i + 1, tuple(room[: i + 1]), min(accepted, i + 1), "stop")
-    reason = "length" if len(room) >= remaining else ""
-    return Verdict(len(room), tuple(room), min(accepted, len(room)), reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .accept import cut
+from .cutting import cut
 from .request import Event, TokenLogprob
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .accept import AcceptResult, GreedyStep, RowPlan, RowResult, accept
+from .accept import AcceptResult, GreedyBlock, GreedyStep, RowPlan, RowResult, accept
 from .drawing import Drawer
 from .greedy import PLAIN, GreedyChoice
 from .processors import History
@@ -43,7 +43,7 @@ class Judge:
 
     def score(
         self, rows: Sequence[Row], logits: mx.array, draft: Draft, positions: Sequence[int]
-    ) -> AcceptResult | GreedyStep:
+    ) -> AcceptResult | GreedyStep | GreedyBlock:
         """Lazy verdict numbers; positions[b] is the absolute index of the token after row b's anchor."""
         plan = [_plan(row, position) for row, position in zip(rows, positions, strict=True)]
         result = accept(plan, logits, draft, self.vocab_limit, self.greedy)
@@ -76,7 +76,10 @@ def _plan(row: Row, position: int) -> RowPlan:
 
 
 def _print_gaps(
-    rows: Sequence[Row], logits: mx.array, result: AcceptResult | GreedyStep, positions: Sequence[int]
+    rows: Sequence[Row],
+    logits: mx.array,
+    result: AcceptResult | GreedyStep | GreedyBlock,
+    positions: Sequence[int],
 ) -> None:
     import mlx.core as mx
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from .types import Draft
 
@@ -56,7 +56,8 @@ class PlainRun:
         lane.mark = lane.states.mark()
         positions = [n + 1 for n in lane.states.lengths]
         seen = self.hooks.verify(lane=lane, draft=self._empty)
-        pending = self.judge.score(self.rows, seen.logits, self._empty, positions)
+        scored = self.judge.score(self.rows, seen.logits, self._empty, positions)
+        pending = cast("AcceptResult | GreedyStep", scored)  # a block has drafts
         pending.start()
         self._flight.append(_Step(pending, seen.taps))
         lane.mark = None

@@ -177,7 +177,7 @@ def verify(
     clock.lap("verify", seen.logits)
     results = judge.judge(rows, seen.logits, draft, positions)
     if not per_row_accepts:
-        from .accept import in_step
+        from .cutting import in_step
 
         results = in_step(results)
     clock.lap("accept")

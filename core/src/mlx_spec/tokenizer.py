@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -146,7 +147,25 @@ class Tokenizer:
         inside = [i for i in ids if 0 <= i < self._size]
         if skip_special_tokens:
             inside = [i for i in inside if i not in self.control_ids]
-        return str(self.wrapped.decode(inside, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._spell(inside)
+
+    @cached_property
+    def _spell(self) -> Callable[[list[int]], str]:
+        """function(ids) -> text, every token spelled out and spaces left as they are.
+
+        Every token of a reply passes here. Where the tokenizer is one of `tokenizers` and no class of its own has
+        another way to decode, that library is asked, without the checks of what kind of ids these are.
+        """
+        library = sys.modules.get("transformers")  # not imported: nothing of it is wrapped
+        inner = getattr(self.wrapped, "_tokenizer", None) if hasattr(self.wrapped, "detokenizer") else self.wrapped
+        fast = getattr(library, "PreTrainedTokenizerFast", None)
+        if fast is not None and isinstance(inner, fast):
+            own = type(inner)
+            if own.decode is fast.decode and own._decode is fast._decode:
+                backend = inner.backend_tokenizer
+                return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return lambda ids: str(self.wrapped.decode(ids, **options))
 
     def token_text(self, token: int) -> str:
         """Spelling of one token: control tokens as written, others decoded alone."""
