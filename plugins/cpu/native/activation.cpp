@@ -77,6 +77,29 @@ class Activate : public CpuPrimitive {
   Function function_;
 };
 
+class SoftCap : public CpuPrimitive {
+ public:
+  SoftCap(mx::Stream stream, float cap) : CpuPrimitive(stream), cap_(cap) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    dispatch(inputs, outputs, [cap = cap_](const std::vector<mx::array>& given, std::vector<mx::array>& made) {
+      const Contiguous x(given[0]);
+      const int64_t all = int64_t(given[0].size()), item = int64_t(given[0].itemsize());
+      in_pieces((all + STEP_ELEMENTS - 1) / STEP_ELEMENTS, all, [&](int64_t i) {
+        const int64_t first = i * STEP_ELEMENTS;
+        kernels().soft_cap(static_cast<const char*>(x.get()) + first * item, *stored_type(given[0].dtype()),
+                           std::min(STEP_ELEMENTS, all - first), cap, made[0].data<char>() + first * item);
+      });
+    });
+  }
+
+  const char* name() const override { return "SpecSoftCap"; }
+  bool is_equivalent(const mx::Primitive& other) const override { return cap_ == static_cast<const SoftCap&>(other).cap_; }
+
+ private:
+  float cap_;
+};
+
 void convolve(const std::vector<mx::array>& given, mx::array& y) {
   const Kernels& k = kernels();
   const mx::array& x = given[0];
@@ -121,6 +144,11 @@ mx::array activation(const mx::array& gate, const std::optional<mx::array>& x, c
   std::vector<mx::array> inputs{gate};
   if (x) inputs.push_back(*x);
   return mx::array(gate.shape(), dtype, std::make_shared<Activate>(mx::to_stream(stream), f), std::move(inputs));
+}
+
+mx::array soft_cap(const mx::array& x, float cap, mx::StreamOrDevice stream) {
+  if (!stored_type(x.dtype())) refuse("logits", text(x.dtype()), "float32, float16 or bfloat16");
+  return mx::array(x.shape(), x.dtype(), std::make_shared<SoftCap>(mx::to_stream(stream), cap), {x});
 }
 
 mx::array short_convolution(const mx::array& x, const mx::array& w, const std::optional<mx::array>& bias,

@@ -11,6 +11,10 @@ namespace spec {
 mx::array activation(const mx::array& gate, const std::optional<mx::array>& x, const std::string& act,
                      std::optional<mx::Dtype> precise, mx::StreamOrDevice stream);
 
+// cap * tanh(x / cap), every operation rounded to the dtype of x, as mlx's are: float32, float16 or bfloat16. Raises
+// std::invalid_argument, naming the dtype, for anything else.
+mx::array soft_cap(const mx::array& x, float cap, mx::StreamOrDevice stream);
+
 // x (B, T, C) with taps w (K, C), one convolution for each channel, plus bias (C,): (B, T - K + 1, C); one dtype.
 mx::array short_convolution(const mx::array& x, const mx::array& w, const std::optional<mx::array>& bias,
                             mx::StreamOrDevice stream);

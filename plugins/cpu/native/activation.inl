@@ -31,6 +31,40 @@ static inline vec activated(Act act, vec x) {
   return rounded_lanes<type>(times(x, sigmoid<Type::f32>(times(plus(x, cube), ones(1.5957691216057308f)))));
 }
 
+// Cephes' tanhf: a polynomial near zero, beyond it 1 - 2 / (exp(2 |x|) + 1) without its largest terms.
+static inline vec hyperbolic_tangent(vec x) {
+  constexpr float near = 0.625f;
+  const vec size = maximum(minus(zero(), x), x);
+  const vec inside = minus(zero(), maximum(ones(-1.0f), minus(zero(), maximum(ones(-1.0f), x))));  // in this order NaN stays
+  const vec square = times(inside, inside);
+  vec p = fma(square, ones(-5.70498872745e-3f), ones(2.06390887954e-2f));
+  p = fma(p, square, ones(-5.37397155531e-2f));
+  p = fma(p, square, ones(1.33314422036e-1f));
+  p = fma(p, square, ones(-3.33332819422e-1f));
+  const vec small = fma(times(p, square), inside, inside);
+  const vec e = exponential(times(size, ones(-2.0f)));
+  const vec positive = over(minus(ones(1), e), plus(ones(1), e)), above = unless_below(positive, x, 0.0f);
+  const vec large = plus(above, minus(above, positive));
+  return plus(minus(small, unless_below(small, size, near)), unless_below(large, size, near));
+}
+
+template <Type type>
+static void soft_cap_as(const void* x, int64_t n, float cap, void* y) {
+  const vec limit = ones(cap);
+  for (int64_t i = 0; i < n; i += W) {
+    const vec part = rounded_lanes<type>(over(load_some<type>(x, i, n - i), limit));
+    store_spread<type>(y, i, 1, n - i, times(rounded_lanes<type>(hyperbolic_tangent(part)), limit));
+  }
+}
+
+static void soft_cap(const void* x, Type type, int64_t n, float cap, void* y) {
+  switch (type) {
+    case Type::bf16: return soft_cap_as<Type::bf16>(x, n, rounded(cap, type), y);
+    case Type::f16: return soft_cap_as<Type::f16>(x, n, rounded(cap, type), y);
+    default: return soft_cap_as<Type::f32>(x, n, cap, y);
+  }
+}
+
 template <Type within>
 static void activate_within(const Activation& a) {
   for (int64_t i = 0; i < a.count; i += W) {

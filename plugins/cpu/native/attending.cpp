@@ -9,7 +9,7 @@
 namespace spec {
 namespace {
 
-constexpr int64_t SERIAL_WORK = 100'000;  // multiply-adds below which waking a thread costs more than it saves
+constexpr int64_t HAND_OVER = 100'000;    // multiply-adds in the time it takes to share work and to wait for its end
 constexpr int64_t SHARES = 4;             // pieces a thread should find
 constexpr int64_t FEWEST_KEYS = 32;       // in a piece
 
@@ -51,12 +51,17 @@ void attend_in_pieces(const Kernels& k, std::vector<Attention>& tasks) {
 
 void attend_all(std::vector<Attention>& tasks, int64_t work) {
   const Kernels& k = kernels();
-  if (work < SERIAL_WORK || threads() == 1) {
+  const int64_t count = int64_t(tasks.size());
+  if (count == 0) return;
+  // what the busiest thread has to do, one way and the other
+  const int64_t whole = (count + threads() - 1) / threads() * (work / count) + HAND_OVER;
+  const int64_t in_pieces = tasks[0].value_D > 0 ? work / threads() + 3 * HAND_OVER : work;
+  if (work <= std::min(whole, in_pieces)) {
     for (auto& a : tasks) attend_alone(k, a);
-  } else if (int64_t(tasks.size()) < SHARES * threads() && !tasks.empty() && tasks[0].value_D > 0) {
+  } else if (in_pieces < whole) {
     attend_in_pieces(k, tasks);
   } else {
-    parallel_for(int64_t(tasks.size()), [&](int64_t i) { attend_alone(k, tasks[size_t(i)]); });
+    parallel_for(count, [&](int64_t i) { attend_alone(k, tasks[size_t(i)]); });
   }
 }
 

@@ -128,12 +128,12 @@ static void score_rows(const Attention& a, int row, int64_t first, int64_t last)
 
 // Scores to weights that are not yet divided by their sum; hidden keys get zero.
 static void weigh_row(const Attention& a, int r, float* s, int64_t pitch) {
-  const int64_t visible = a.visible[r];
+  const int64_t first = a.first[r], visible = a.visible[r];
   const float hidden = -bits_to_float(0x7f800000);
   const uint8_t* flags = a.mask_kind == Mask::flags ? static_cast<const uint8_t*>(a.mask[r]) : nullptr;
   const Type type = a.mask_kind == Mask::f16 ? Type::f16 : a.mask_kind == Mask::bf16 ? Type::bf16 : Type::f32;
   float largest = hidden;
-  int64_t seen = 0, t = 0;
+  int64_t seen = 0, t = first;
   if (a.mask_kind == Mask::none) {
     float lanes[W];
     vec most = ones(hidden);
@@ -151,16 +151,17 @@ static void weigh_row(const Attention& a, int r, float* s, int64_t pitch) {
     seen++;
   }
   if (flags && seen == 0) {  // as mlx has it: a row that may see nothing weighs all keys alike
-    for (t = 0; t < visible; t++) s[t] = 1;
-    for (; t < pitch; t++) s[t] = 0;
+    for (t = 0; t < pitch; t++) s[t] = t >= first && t < visible ? 1 : 0;
     return;
   }
+  for (t = 0; t < first; t++) s[t] = hidden;
   for (t = visible; t < pitch; t++) s[t] = hidden;
   const vec shift = ones(largest);
   for (t = 0; t < visible; t += W) store(s + t, exponential(minus(load(s + t), shift)));
   for (t = 0; flags && t < visible; t++) {
     if (!flags[t * a.mask_stride]) s[t] = 0;  // also when the largest score is infinite or NaN
   }
+  for (t = 0; t < first; t++) s[t] = 0;  // likewise
   for (t = visible; t < pitch; t++) s[t] = 0;
 }
 

@@ -55,7 +55,7 @@ struct Attention {
   int rows;
   const void* q[ATTENTION_ROWS];
   void* y[ATTENTION_ROWS];
-  int64_t visible[ATTENTION_ROWS];  // keys from the first on that the row may see; a mask hides more of them
+  int64_t first[ATTENTION_ROWS], visible[ATTENTION_ROWS];  // keys the row may see, from `first` up to `visible`; a mask hides more of them
   const void* mask[ATTENTION_ROWS];
   Mask mask_kind;
   int64_t mask_stride, q_stride, count, D, value_D;
@@ -161,6 +161,8 @@ struct Kernels {
   void (*waves)(const float* angles, int64_t count, Type type, float* cosines, float* sines);
   void (*rotate)(const Rotation&);
   void (*activate)(const Activation&);
+  // y = cap * tanh(x / cap) of n elements of one type, rounded as it stores them after every operation.
+  void (*soft_cap)(const void* x, Type type, int64_t n, float cap, void* y);
   void (*convolve)(const Convolution&);
   int64_t (*delta_floats)(const Delta&);
   void (*delta)(const Delta&);

@@ -601,9 +601,7 @@ void Program::attend(const Stage& s, const Block& b, const Store& over) const {
   // the rows of a task share a key head: query heads of its group and positions, positions slowest
   const int64_t rows = group * b.rows, blocks = (rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
   std::vector<Attention> tasks(size_t(s.key_heads * blocks), base);
-  std::vector<uint8_t> flags;  // of tasks whose rows see windows of their own
   const int64_t longest = start + b.rows - low(0);
-  if (low(b.rows - 1) > low(0)) flags.resize(tasks.size() * size_t(ATTENTION_ROWS * longest));
   for (size_t n = 0; n < tasks.size(); n++) {
     const int64_t place = int64_t(n) % blocks, kv_head = int64_t(n) / blocks;
     Attention& a = tasks[n];
@@ -613,17 +611,11 @@ void Program::attend(const Stage& s, const Block& b, const Store& over) const {
     a.count = start + last + 1 - bottom;
     a.keys.data = over.keys + (kv_head * over.key_strides[0] + bottom * over.key_strides[1]) * item;
     a.values.data = over.values + (kv_head * over.value_strides[0] + bottom * over.value_strides[1]) * item;
-    const bool apart = low(last) > bottom;
-    if (apart) a.mask_kind = Mask::flags, a.mask_stride = 1;
     for (int r = 0; r < a.rows; r++) {
       const int64_t row = place * ATTENTION_ROWS + r, l = row / group, h = kv_head * group + row % group;
       a.q[r] = b.data[s.a] + (l * from.width + h * D) * q_item;
       a.y[r] = b.data[s.to] + (l * to.width + h * Dv) * q_item;
-      a.visible[r] = start + l + 1 - bottom;
-      if (!apart) continue;
-      uint8_t* seen = flags.data() + (int64_t(n) * ATTENTION_ROWS + r) * longest;
-      for (int64_t t = 0; t < a.count; t++) seen[t] = bottom + t >= low(l);
-      a.mask[r] = seen;
+      a.first[r] = low(l) - bottom, a.visible[r] = start + l + 1 - bottom;
     }
   }
   attend_all(tasks, b.rows * s.heads * longest * (D + Dv));

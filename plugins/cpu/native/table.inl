@@ -32,6 +32,7 @@ static constexpr Kernels table(const char* name) {
       .waves = waves,
       .rotate = rotate,
       .activate = activate,
+      .soft_cap = soft_cap,
       .convolve = convolve,
       .delta_floats = delta_floats,
       .delta = delta,

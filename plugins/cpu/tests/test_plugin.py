@@ -25,7 +25,7 @@ def test_every_kernel_is_for_cpu_and_is_used_by_layers() -> None:
     register = Register("cpu", "mlx-spec-cpu")
     plugin.spec_register(register)
     ops = ["linear", "experts", "embedding", "rope", "rms-norm", "attention", "packed-attention"]
-    ops += ["gated-delta", "replay-delta", "activation", "short-convolution", "greedy", "layers"]
+    ops += ["gated-delta", "replay-delta", "activation", "short-convolution", "greedy", "soft-cap", "layers"]
     assert [kernel.op for kernel in register.kernels] == ops
     assert all(kernel.backends == ("cpu",) and kernel.ready for kernel in register.kernels)
     within = [kernel.op for kernel in register.kernels if not kernel.swap]

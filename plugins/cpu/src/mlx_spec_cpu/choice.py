@@ -1,4 +1,4 @@
-"""Core's greedy choice on the kernel."""
+"""Core's greedy choice and its soft cap on the kernel."""
 
 # mypy: disable-error-code="misc, no-any-return"
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_spec.greedy import GreedyChoice
+from mlx_spec.softcap import SoftCap
 
 from .native import library
 from .twins import FLOATS, Rule, swapper
@@ -24,5 +25,14 @@ class RowGreedyChoice(GreedyChoice):
         return library().greedy(logits, limit)
 
 
+class RowSoftCap(SoftCap):
+    """SoftCap in one operation, on all threads."""
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """As SoftCap: (..., V) -> (..., V)."""
+        return library().soft_cap(logits, self.cap) if logits.dtype in FLOATS else super().__call__(logits)
+
+
 CHOICE: tuple[Rule, ...] = ((GreedyChoice, RowGreedyChoice, lambda _: True),)
-swap_choice = swapper(CHOICE)
+CAP: tuple[Rule, ...] = ((SoftCap, RowSoftCap, lambda _: True),)
+swap_choice, swap_cap = swapper(CHOICE), swapper(CAP)

@@ -212,6 +212,18 @@ def greedy_reference(logits: mx.array, limit: int) -> tuple[mx.array, mx.array]:
     return greedy_ids(logits, limit), mx.max(logits[..., :limit], axis=-1).astype(mx.float32)
 
 
+def build_soft_cap() -> Callable[..., Any]:
+    """The soft cap."""
+    return library().soft_cap  # type: ignore[no-any-return]
+
+
+def soft_cap_reference(logits: mx.array, cap: float) -> mx.array:
+    """Logits (...) -> cap * tanh(logits / cap) (...), by core's module."""
+    from mlx_spec.softcap import SoftCap
+
+    return SoftCap(cap)(logits)
+
+
 def build_gated_delta() -> Callable[..., Any]:
     """The gated delta rule."""
     return library().gated_delta  # type: ignore[no-any-return]
@@ -280,6 +292,13 @@ def swap_choice(module: nn.Module) -> nn.Module | None:
     from .choice import swap_choice
 
     return swap_choice(module)
+
+
+def swap_cap(module: nn.Module) -> nn.Module | None:
+    """Core's soft cap, on the kernel."""
+    from .choice import swap_cap
+
+    return swap_cap(module)
 
 
 def swap_attention(module: nn.Module) -> nn.Module | None:

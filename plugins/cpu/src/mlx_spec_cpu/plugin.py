@@ -40,4 +40,5 @@ def spec_register(register: Register) -> None:
     short = ("short-convolution", cpu, "1e-5", op.build_short_convolution, op.short_convolution_reference)
     register.kernel(Kernel(*short, op.swap_convolution, ready))
     register.kernel(Kernel("greedy", cpu, "bitwise", op.build_greedy, op.greedy_reference, op.swap_choice, ready))
+    register.kernel(Kernel("soft-cap", cpu, "1e-5", op.build_soft_cap, op.soft_cap_reference, op.swap_cap, ready))
     register.kernel(Kernel("layers", cpu, "1e-5", op.build_layer, op.layer_reference, op.swap_layers, ready))

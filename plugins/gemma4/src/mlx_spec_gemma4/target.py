@@ -21,11 +21,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.gemma4_text import logit_softcap
 
 from mlx_spec.checkpoint import check_finite, load_mlx_lm
 from mlx_spec.linear import hold_transposes
 from mlx_spec.models import Target
+from mlx_spec.softcap import SoftCap
 from mlx_spec.types import Capabilities, ModelRef, Verification
 
 from .config import SLIDING, TextConfig, media_ids, refuse_media, target_config
@@ -65,6 +65,8 @@ class Gemma4Target(Target):
         self.media = media_ids(ref.config)
         self.dropped: tuple[str, ...] = tuple(getattr(model, "_dropped", ()))
         self._stack = getattr(model, "language_model", model)
+        if self._stack.final_logit_softcapping is not None:  # inside the model, where kernels are put
+            self._stack.soft_cap = SoftCap(self._stack.final_logit_softcapping)
         table = self._core.embed_tokens
         self.dtype = table.scales.dtype if hasattr(table, "scales") else table.weight.dtype
 
@@ -120,8 +122,7 @@ class Gemma4Target(Target):
         """Post-norm hidden (..., D) -> soft-capped logits (..., V)."""
         stack = self._stack
         logits = stack.model.embed_tokens.as_linear(hidden) if stack.tie_word_embeddings else stack.lm_head(hidden)
-        cap = stack.final_logit_softcapping
-        return logits if cap is None else logit_softcap(cap, logits)
+        return logits if stack.final_logit_softcapping is None else stack.soft_cap(logits)
 
     def check_prompt(self, tokens: Sequence[int]) -> None:
         """Refuse prompts that stand for other media: this path has no tower to fill the placeholders in."""
