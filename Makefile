@@ -21,6 +21,8 @@ NATIVE := $(wildcard plugins/cpu/pyproject.toml plugins/cpu/CMakeLists.txt plugi
 COMPILER = $(shell for name in $${CXX:-} c++ g++ clang++; do command -v $$name && break; done)
 SANITIZER = $(shell command -v g++)
 KERNELS = $(if $(COMPILER),CPU kernels compiled with $(COMPILER),without CPU kernels (no C++ compiler found))
+BUILDING = $(if $(COMPILER),Compiling the CPU kernels of plugins/cpu (C++) with $(COMPILER): about two minutes on two cores.,\
+  Installing plugins/cpu without its kernels: no C++ compiler found.)
 EXTRA := $(if $(BACKEND),[$(BACKEND)])
 
 .PHONY: demo test lint docs docs-update oracles sanitize clean
@@ -64,8 +66,10 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/.demo: $(PROJECTS) $(NATIVE) | .venv/bin/python
-	@echo "Installing mlx-spec, its plugins and MLX into .venv, $(KERNELS); this takes some minutes the first time."
-	$(PIP) install -c constraints.txt -e "./core$(EXTRA)" -e ./plugins/gemma4 -e ./plugins/qwen35 -e ./plugins/cpu
+	@echo "Installing mlx-spec, its model plugins and MLX into .venv: downloads, a minute or so the first time."
+	$(PIP) install -c constraints.txt -e "./core$(EXTRA)" -e ./plugins/gemma4 -e ./plugins/qwen35
+	@echo "$(BUILDING)"
+	$(PIP) install -c constraints.txt -e ./plugins/cpu
 	@touch $@
 
 .venv/.test: $(PROJECTS) $(NATIVE) examples/mimo/pyproject.toml requirements-dev.txt | .venv/bin/python

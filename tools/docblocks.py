@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from docbase import CORE, WIDTH, code, packages, plugin_names, prose, records, signature, table, use_workspace_plugins
@@ -298,11 +300,52 @@ def _arguments(value: Any) -> str:
     return f"({', '.join(names)})"
 
 
+# -- figures -------------------------------------------------------------------------------------------
+
+RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
+
+
+def cpu(argument: str) -> str:
+    """What `bench/cpu.py` found in both dtypes, side by side."""
+    found = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("cpu", "cpu_bfloat16")]
+    first = found[0]
+    cells: dict[str, Callable[[Any], str]] = {
+        "one token": lambda d: _block(d, "1"),
+        "a block of 4 rows": lambda d: _block(d, "4"),
+        "a block of 8 rows": lambda d: _block(d, "8"),
+        "plain decoding": lambda d: _spread(d["decode"]["per_second"]["ours"], "{:.0f}") + " tokens/s",
+        "the same by llama.cpp": lambda d: _spread(d["decode"]["per_second"]["llama"], "{:.0f}") + " tokens/s",
+        "prompt-lookup over plain, where replies repeat the prompt": lambda d: (
+            _spread(d["lookup"]["adaptive"]["over_plain"], "{:.2f}") + " times"
+        ),
+        f"a prompt of {first['prompt']['tokens']} tokens": lambda d: _spread(d["prompt"]["ms"], "{:.0f}") + " ms",
+    }
+    titles = (f"{first['model'].removesuffix('.gguf')}, {first['threads']} cores", *(data["dtype"] for data in found))
+    machine = f"{first['machine']['device_info']['device_name']}, {first['kernels'].partition(' (')[0]}"
+    return (
+        f"{table(titles, [(label, *map(cell, found)) for label, cell in cells.items()])}\n\n"
+        f"Measured on {machine}; every run is in `bench/results/cpu.json` and `cpu_bfloat16.json`."
+    )
+
+
+def _spread(values: dict[str, Any], form: str) -> str:
+    low, high = (form.format(value) for value in values["quartiles"])
+    return f"{form.format(values['median'])} ({low}-{high})"
+
+
+def _block(data: dict[str, Any], rows: str) -> str:
+    """Milliseconds of a forward and, of several rows, its time in single tokens."""
+    cell = data["verify"]["rows"][rows]
+    over = "" if rows == "1" else f", as long as {cell['over_one_row']['median']:.2f} single ones"
+    return f"{_spread(cell['ms'], '{:.1f}')} ms{over}"
+
+
 MAKERS: dict[str, Callable[[str], str]] = {
     "api": api,
     "capabilities": capabilities,
     "capability-flags": capability_flags,
     "cli": cli,
+    "cpu": cpu,
     "contract": contract,
     "contract-capabilities": contract_capabilities,
     "errors": errors,

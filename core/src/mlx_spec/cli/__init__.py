@@ -237,8 +237,8 @@ def configure_logging() -> None:
 def cli() -> None:
     """Exact speculative decoding on MLX: a drafter guesses ahead, the text stays the target's own.
 
-    A first try without models of your own: spec generate -p "def main(" runs a small bundled pair. spec doctor checks
-    the installation.
+    A first try without models of your own: spec generate -p "def join(parts" runs a small bundled pair. spec doctor
+    checks the installation.
     """
     configure_logging()
 
