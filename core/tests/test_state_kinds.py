@@ -244,6 +244,20 @@ def test_copies_share_nothing_writable(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_a_state_holds_is_written_on_and_a_copy_of_it_is_not(kind):
+    """As `State.arrays` says: its objects change with a later step, an array made of one does not."""
+    state = KINDS[kind]()
+    block(state, TEXTS[0], 5)
+    held, copies = state.arrays(), [mx.array(a) for a in state.arrays()]
+    block(state, TEXTS[0], 1)
+    before = [np.array(copy.view(mx.uint8)).tobytes() for copy in copies]
+    mx.eval(held)
+    block(state, TEXTS[0], 1)
+    assert [np.array(copy.view(mx.uint8)).tobytes() for copy in copies] == before
+    assert all(not mx.array_equal(a, b).item() for a, b in zip(held, copies, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_empty_states_go_everywhere(kind):
     cls = type(KINDS[kind]())
     pair = cls.merge([KINDS[kind](), KINDS[kind]()])

@@ -161,3 +161,15 @@ def test_what_the_kernel_does_not_read_goes_to_mlx() -> None:
 def test_what_does_not_fit_is_refused(library: Any, message: str, arguments: Any) -> None:
     with pytest.raises(ValueError, match=message):
         library.rope(*arguments)
+
+
+def test_wavelengths_that_are_replaced_later_are_followed() -> None:
+    """Alone, and in a recipe that asks for the layer's rotation again, as one does whose parts were replaced."""
+    ours, x = swap(layer(LLAMA3)), made(5, 24)
+    before, first = ours(x, 3), rope.rotation(ours)
+    assert first is not None and rope.rotation(ours)[3] is first[3]  # computed once
+    ours._freqs = ours._freqs * 2
+    theirs = layer(LLAMA3)
+    theirs._freqs = ours._freqs
+    assert raw(ours(x, 3)) == raw(theirs(x, 3)) != raw(before)
+    assert mx.array_equal(rope.rotation(ours)[3], first[3] / 2).item()

@@ -62,7 +62,10 @@ class State(ABC):
         """Bytes of device memory held."""
 
     def arrays(self) -> list[mx.array]:
-        """The arrays that hold this state, for evaluating them; not to be kept (an owner writes in place)."""
+        """The arrays that hold this state, for evaluating them.
+
+        They are the state's own objects, into which later steps write: `mx.array(a)` keeps what one holds now.
+        """
         return list(self.to_tensors()[0].values())
 
     @abstractmethod

@@ -37,7 +37,7 @@ class StateGroup(list[State]):
         return sum(state.nbytes for state in self)
 
     def arrays(self) -> list[mx.array]:
-        """Every array held, for one evaluation after a prefill chunk."""
+        """Every array held, for one evaluation after a prefill chunk; later steps write into them."""
         return [array for state in self for array in state.arrays()]
 
     def mark(self) -> Mark:

@@ -92,11 +92,13 @@ def _by_wavelength(layer: Any, x: mx.array, dims: int, offset: int | mx.array) -
 
 
 def _inverse_wavelengths(layer: Any) -> mx.array:
-    """Computed once."""
-    inverse = layer.__dict__.get("inverse_wavelengths")
-    if inverse is None:
-        inverse = layer.__dict__["inverse_wavelengths"] = 1 / layer._freqs
+    """Computed once for the wavelengths the layer holds."""
+    wavelengths = layer._freqs
+    known, inverse = layer.__dict__.get("inverse_wavelengths", (None, None))
+    if known is not wavelengths:
+        inverse = 1 / wavelengths
         mx.eval(inverse)
+        layer.__dict__["inverse_wavelengths"] = (wavelengths, inverse)
     return inverse
 
 
