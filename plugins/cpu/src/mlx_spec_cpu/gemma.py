@@ -151,7 +151,7 @@ def _own(held: Built, layer: Layer, given: list[mx.array], mask: Any, cache: Any
         return None
     queries, keys, values = before(x, offset=_int32(offset))
     kv = (keys, values) if cache is None else cache.update_and_fetch(keys, values)
-    (y,) = after(*given, attend(queries, *kv, cache, layer.scale, mask))
+    (y,) = after(*given, attend(queries, kv[0], kv[1], cache, layer.scale, mask))
     return y, kv, offset
 
 
