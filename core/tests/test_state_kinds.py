@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_spec.state import KVState, QuantisedKVState, QuantisedWindowState, WindowState
+from mlx_spec.state.masks import uniform_mask
 
 HQ, HK, DK, DV = 4, 2, 32, 24
 WINDOW, WIDTH, POSITIONS = 16, 8, 380
@@ -302,3 +303,17 @@ def test_rows_of_other_shapes_do_not_merge():
     narrow.update_and_fetch(mx.zeros((1, HK, 1, DV)), mx.zeros((1, HK, 1, DV)))
     with pytest.raises(ValueError, match="cannot join"):
         KVState.merge([wide, narrow])
+
+
+def test_a_window_keeps_its_mask_while_blocks_ask_for_the_same():
+    state, kept = WindowState(window=6, max_width=4, align=1), []
+    for _ in range(9):
+        for count in (3, 2):
+            n, mask = state.lengths[0], state.make_mask(count)
+            first = max(0, n - 5)
+            expected = uniform_mask(first, n, count, n - first + count, 6)
+            assert n + count <= 6 if mask == "causal" else mx.array_equal(mask, expected).item()
+        mask = state.make_mask(3)
+        kept.append(state.make_mask(3) is mask)
+        state.update_and_fetch(mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)))
+    assert kept == [True] * 9 and state.make_mask(5) is not state.make_mask(5)  # wider than any block

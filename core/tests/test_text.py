@@ -104,6 +104,26 @@ def test_any_ids_of_a_byte_fallback_tokenizer_keep_what_was_shown(tokenizer, ids
     assert text.replace("\ufffd", "") == whole.replace("\ufffd", "") or "\ufffd" in whole
 
 
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(st.integers(-1, 340), max_size=60), rng=st.randoms(use_true_random=False))
+def test_whole_blocks_give_what_their_ids_give(tokenizer, ids, rng):
+    for stops, minimum in (([], 0), ([7], 5), (["ed"], 0)):
+        strings, ends = [s for s in stops if isinstance(s, str)], [s for s in stops if isinstance(s, int)]
+        whole, single = (TextStream(tokenizer, strings, ends, minimum) for _ in range(2))
+        for part in blocks(ids, rng):
+            pieces = single.push(part)
+            assert whole.take(part) == (len(pieces), "".join(piece.text for piece in pieces))
+            assert (whole.text, whole.count, whole.stopped) == (single.text, single.count, single.stopped)
+        assert whole.finish() == single.finish()
+
+
+def test_a_block_is_decoded_once(byte_tokenizer, monkeypatch):
+    ids, asked = byte_tokenizer.encode("a block of words"), []
+    monkeypatch.setattr(Detokenizer, "_decode", lambda self, ids: asked.append(1) or byte_tokenizer.decode(ids))
+    TextStream(byte_tokenizer).take(ids[:7])
+    assert len(asked) == 1
+
+
 def test_no_replacement_mark_between_the_bytes_of_a_character(tokenizer):
     stream = TextStream(tokenizer)
     for token in tokenizer.encode("👨‍👩‍👧‍👦 家族 žluť " * 3, add_special_tokens=False):

@@ -31,9 +31,8 @@ def settle_row(row: Row, result: RowResult) -> Emission:
     tokens, reason = verdict.tokens, verdict.reason
     text = ""
     if row.text is not None:
-        pieces = row.text.push(tokens)
-        tokens = tokens[: len(pieces)]
-        text = "".join(piece.text for piece in pieces)
+        count, text = row.text.take(tokens)
+        tokens = tokens[:count]
         if row.text.stopped is not None:
             reason = "stop"
     row.remaining -= len(tokens)

@@ -78,6 +78,16 @@ class TextStream:
             pieces.append(self._one(token))
         return pieces
 
+    def take(self, ids: Sequence[int]) -> tuple[int, str]:
+        """`push` for those who want no pieces: how many ids were consumed, and the text they add."""
+        if self.stopped is None and not self._matchers and self.stop_ids.isdisjoint(ids):
+            text = self._decoder.push_all(ids)
+            self.count += len(ids)
+            self.text += text
+            return len(ids), text
+        pieces = self.push(ids)
+        return len(pieces), "".join(piece.text for piece in pieces)
+
     def finish(self) -> Piece:
         """Release what is still held back; the reply ended by length or by the caller."""
         if self.stopped is not None:
@@ -132,8 +142,18 @@ class Detokenizer:
         if token in self._hidden or not 0 <= token < self._size:
             return ""
         self._tail.append(token)
-        if self._in_open_run():
-            return ""
+        return "" if self._in_open_run() else self._grown()
+
+    def push_all(self, ids: Sequence[int]) -> str:
+        """Text that `ids` make final, joined; decoded once when no byte tokens are among them."""
+        if self._bytes and any(token in self._bytes for token in (*self._tail[-1:], *ids)):
+            return "".join(map(self.push, ids))
+        shown = [token for token in ids if token not in self._hidden and 0 <= token < self._size]
+        self._tail += shown
+        return self._grown() if shown else ""
+
+    def _grown(self) -> str:
+        """Text that is final now that the tail has grown."""
         text = self._decode(self._tail)
         stable = len(text) - self._open_marks(text)
         if not text.startswith(self._sent):

@@ -60,6 +60,7 @@ class WindowState(KVState):
         super().__init__(batch)
         self.window, self.max_width, self.align = window, max_width, align
         self._floors = [0] * batch  # lowest length each row may go back to
+        self._mask: tuple[tuple[int, ...], mx.array] | None = None  # of the last block, and what it is for
         needed = window + align + max_width
         self._capacity = round_up(needed + max(64, window // 4), align)
 
@@ -121,7 +122,12 @@ class WindowState(KVState):
                 return None
             if n + N <= window:  # then starts[0] is 0
                 return "causal"
-        return uniform_mask(starts[0], n, N, T, window)
+        if self.max_width < N:
+            return uniform_mask(starts[0], n, N, T, window)
+        asked = (n - starts[0], N, T, window)  # the same in every round once the window is full
+        if self._mask is None or self._mask[0] != asked:
+            self._mask = asked, uniform_mask(0, *asked)
+        return self._mask[1]
 
     def view(self) -> KVView:
         """What is stored and can be seen from positions lengths[b] - 1 on; ValueError while empty."""

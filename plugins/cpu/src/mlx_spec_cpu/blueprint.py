@@ -102,7 +102,8 @@ class Built:
     def __init__(self, module: Any, dtype: mx.Dtype):
         self.dtype = dtype
         self.holders = list(module.modules())
-        self.parts = [part for holder in self.holders for part in holder.values()]
+        self.now = [holder.values() for holder in self.holders]  # views of what they hold at any time
+        self.parts = list(chain.from_iterable(self.now))
         # names with an underscore are no parameters: wavelengths, say, which only turn what they are given
         own = [part for holder in self.holders for name, part in holder.items() if not name.startswith("_")]
         self.exact = all(stays(part, dtype) for part in own)
@@ -110,8 +111,8 @@ class Built:
 
     def stale(self) -> bool:
         """Whether a part or a parameter is another one now."""
-        now = chain.from_iterable(map(dict.values, self.holders))
-        return sum(map(len, self.holders)) != len(self.parts) or not all(map(is_, now, self.parts))
+        kept = map(is_, chain.from_iterable(self.now), self.parts)
+        return sum(map(len, self.now)) != len(self.parts) or not all(kept)
 
     def run(self, name: str, write: Callable[[Blueprint], None]) -> Run | None:
         """The operation of this name, written when it is first asked for; None when a part is not covered."""

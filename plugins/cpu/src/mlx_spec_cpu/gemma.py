@@ -124,21 +124,21 @@ def run_layer(
         return None
     if side is not None and side.dtype != x.dtype:
         return None
-    held, layer = built_of(block, x.dtype), Layer(block)
+    held = built_of(block, x.dtype)
     given = [x] if side is None else [x, side]
     if shared is not None:
-        return _read(held, layer, given, mask, cache, shared, offset)
-    return _own(held, layer, given, mask, cache)
+        return _read(held, block, given, mask, cache, shared, offset)
+    return _own(held, block, given, mask, cache)
 
 
-def _own(held: Built, layer: Layer, given: list[mx.array], mask: Any, cache: Any) -> tuple[mx.array, Any, Any] | None:
+def _own(held: Built, block: Any, given: list[mx.array], mask: Any, cache: Any) -> tuple[mx.array, Any, Any] | None:
     """A layer with keys and values of its own."""
     x, count = given[0], given[0].shape[1]
     window = cache.window if isinstance(cache, WindowState) else 0
     room = cache.room(count) if isinstance(cache, KVState) and _in_order(mask, count, window) else None
     offset = 0 if cache is None else cache.offset
     if room is not None and room.keys.dtype == x.dtype:
-        whole = held.run("whole", lambda b: layer.whole(b, window))
+        whole = held.run("whole", lambda b: Layer(block).whole(b, window))
         if whole is None:
             return None
         y, keys, values = whole(
@@ -146,6 +146,7 @@ def _own(held: Built, layer: Layer, given: list[mx.array], mask: Any, cache: Any
         )
         cache.fill(keys, values, count)
         return y, Stored(keys, values, room.low, room.start + count, window), offset
+    layer = Layer(block)
     before, after = held.run("before", layer.before), held.run("after", layer.after)
     if before is None or after is None:
         return None
@@ -156,16 +157,17 @@ def _own(held: Built, layer: Layer, given: list[mx.array], mask: Any, cache: Any
 
 
 def _read(
-    held: Built, layer: Layer, given: list[mx.array], mask: Any, cache: Any, shared: Any, offset: Any
+    held: Built, block: Any, given: list[mx.array], mask: Any, cache: Any, shared: Any, offset: Any
 ) -> tuple[mx.array, Any, Any] | None:
     """A layer that reads the keys and values of another."""
     x = given[0]
     if isinstance(shared, Stored) and isinstance(offset, int) and _in_order(mask, x.shape[1], shared.window):
-        reader = held.run(f"reader {shared.window}", lambda b: layer.reader(b, shared.window))
+        reader = held.run(f"reader {shared.window}", lambda b: Layer(block).reader(b, shared.window))
         if reader is None:
             return None
         (y,) = reader(*given, offset=offset, lent=[(shared.keys, shared.values, shared.low, shared.end)])
         return y, shared, offset
+    layer = Layer(block)
     asking, after = held.run("asking", layer.asking), held.run("after", layer.after)
     if asking is None or after is None:
         return None
