@@ -144,7 +144,7 @@ struct Kernels {
   bool (*prepare_pairs)(const Weights&, const void* x, int64_t stride, int64_t K, float* out);
   // Elements a row is padded to a multiple of.
   int width;
-  // Whether `prepare` would only copy a contiguous float row of K elements.
+  // Whether preparing would only copy a contiguous row of K elements.
   bool (*direct)(const Weights&, Type type, int64_t K);
   // rms_norm of one row: x * rsqrt(mean(x^2) + eps) * weight, weight null for ones.
   void (*rms)(const void* x, Type type, int64_t stride, const void* weight, Type weight_type, int64_t D, float eps,

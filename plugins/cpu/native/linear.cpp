@@ -64,8 +64,8 @@ class Rows {
       const char* row = base + offsets[m] * int64_t(item);
       float* prepared = out + m * step;
       pointers_[size_t(m)] = direct ? reinterpret_cast<const float*>(row) : prepared;
+      pairs_[size_t(m)] = pairs && (direct || k.prepare_pairs(w, row, stride, K, prepared));
       if (direct) return;
-      pairs_[size_t(m)] = pairs && k.prepare_pairs(w, row, stride, K, prepared);
       if (!pairs_[size_t(m)]) k.prepare(w, row, type, stride, K, padded, prepared);
     };
     if (direct || count * padded < SERIAL_WORK) {

@@ -85,14 +85,14 @@ static void narrow(const float* in, int64_t count, void* out, Type type, int64_t
   for (; i < count; i++) put(out, type, first + i, in[i]);
 }
 
-// The lanes of MR rows by BLOCK columns, summed and stored.
-template <int MR>
+// The lanes of MR rows by BLOCK columns, of which NR lie together as `fold` leaves them, summed and stored.
+template <int MR, int NR>
 static void finish(const Product& p, const vec (&acc)[MR][BLOCK], int64_t m, int64_t n, int64_t columns) {
   float bias[BLOCK] = {};
   if (p.bias) widen(p.bias, p.bias_type, n, columns, bias);
   for (int i = 0; i < MR; i++) {
     float out[BLOCK];
-    sum_block(acc[i], out);
+    sum_block<NR>(acc[i], out);
     if (p.bias) {
       for (int j = 0; j < BLOCK; j++) out[j] += bias[j];
     }
@@ -141,7 +141,13 @@ struct Chains {
 #pragma GCC unroll 8
       for (int c = 0; c < NR; c++) now[i][c] = acc[i][j + c];
   }
-  inline void put_back(vec (&acc)[MR][BLOCK], int64_t j) const {
+  // At their end they are folded: columns before j have been taken out of where that puts them.
+  inline void put_back(vec (&acc)[MR][BLOCK], int64_t j, bool end) const {
+    if (FOLDS && end) {
+#pragma GCC unroll 8
+      for (int i = 0; i < MR; i++) acc[i][j / NR] = fold<NR>(now[i]);
+      return;
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++)
 #pragma GCC unroll 8
@@ -234,7 +240,7 @@ struct PackedBlock {
 #pragma GCC unroll 8
       for (int c = 0; c < NR; c++) at[c] = held(at[c] + group_bytes), place[c] = held(place[c] + 1);
     }
-    chains.put_back(acc, j);
+    chains.put_back(acc, j, to == p.K);
   }
 };
 
@@ -244,7 +250,7 @@ struct PlainBlock {
   static constexpr int64_t near = NEAR;
   const Product& p;
   const uint8_t* data;  // of the first column
-  int64_t stride;
+  int64_t stride, K;
   bool fetch;
 
   template <int MR, int NR>
@@ -263,7 +269,7 @@ struct PlainBlock {
       step<MR, NR>(chains.now, x, k, [&](int c) { return D::decode(at[c] + k * D::bytes); });
     }
     if (k < to) step<MR, NR>(chains.now, x, k, [&](int c) { return D::tail(at[c] + k * D::bytes, to - k); });
-    chains.put_back(acc, j);
+    chains.put_back(acc, j, to == K);
   }
 };
 
@@ -281,7 +287,7 @@ static inline void follow_block(const Product& p, const Source& source, int64_t 
     const int64_t to = from + chunk < K ? from + chunk : K;
     for (int64_t j = 0; j < columns; j += NR) source.template follow<MR, NR>(acc, p.x + m, j, columns, from, to);
   }
-  finish<MR>(p, acc, m, n, columns);
+  finish<MR, NR>(p, acc, m, n, columns);
 }
 
 // group_size is 0 where the code does not know it.
@@ -317,7 +323,7 @@ struct Plain {
     for (int64_t n = first; n < last; n += BLOCK) {
       const int64_t columns = last - n < BLOCK ? last - n : BLOCK;
       const uint8_t* data = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
-      follow_block<MR, tile_columns(MR)>(p, PlainBlock<D>{p, data, p.w.row_bytes, true}, p.K, 0, n, columns);
+      follow_block<MR, tile_columns(MR)>(p, PlainBlock<D>{p, data, p.w.row_bytes, p.K, true}, p.K, 0, n, columns);
     }
   }
 
@@ -339,7 +345,7 @@ static void panel_rows(const Product& p, int64_t m, int64_t n, int64_t columns) 
   for (int64_t j = 0; j < columns; j += BLOCK) {
     const uint8_t* data = reinterpret_cast<const uint8_t*>(p.scratch + j * p.padded);
     const int64_t some = columns - j < BLOCK ? columns - j : BLOCK;
-    follow_block<MR, BLOCK_COLUMNS>(p, PlainBlock<Dense<Type::f32>>{p, data, p.padded * 4, false}, p.padded, m, n + j, some);
+    follow_block<MR, BLOCK_COLUMNS>(p, PlainBlock<Dense<Type::f32>>{p, data, p.padded * 4, p.padded, false}, p.padded, m, n + j, some);
   }
 }
 
@@ -431,6 +437,7 @@ static bool swapped(const Weights& w) {
 }
 
 static bool direct(const Weights& w, Type type, int64_t K) {
+  if (pairs(w, type)) return w.format == Format::dense && K % (2 * W) == 0;
   return type == Type::f32 && K % W == 0 && !swapped(w);
 }
 

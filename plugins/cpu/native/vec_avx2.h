@@ -31,6 +31,12 @@ static inline void sum4(const vec* v, float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(l01, l23, 0x88), _mm_shuffle_ps(l01, l23, 0xdd)));
 }
 
+constexpr bool FOLDS = false;  // of chains that end together
+template <int NR>
+static inline vec fold(const vec* v) {
+  return v[0];
+}
+template <int NR>
 static inline void sum_block(const vec* v, float* out) {
   for (int i = 0; i < 16; i += 4) sum4(v + i, out + i);
 }

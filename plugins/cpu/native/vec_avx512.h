@@ -37,21 +37,39 @@ static inline void sum4(const vec* v, float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(l01, l23, 0x88), _mm_shuffle_ps(l01, l23, 0xdd)));
 }
 
-// The same tree for sixteen vectors at once.
+// The same trees of several vectors together, level by level: lanes of one are added to lanes of another, which come
+// to lie beside each other. What a sum's terms are does not depend on their order.
+static inline vec halves(vec a, vec b) {
+  return _mm512_add_ps(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
+}
+static inline vec quarters(vec a, vec b) {
+  const vec other = _mm512_mask_blend_ps(0x0f0f, a, b);
+  return _mm512_add_ps(_mm512_mask_blend_ps(0xf0f0, a, b), _mm512_shuffle_f32x4(other, other, 0xb1));
+}
+static inline vec eighths(vec a, vec b) {
+  const vec other = _mm512_castpd_ps(_mm512_shuffle_pd(_mm512_castps_pd(a), _mm512_castps_pd(b), 0x55));
+  return _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, a, b), other);
+}
+static inline vec sixteenths(vec a, vec b) {
+  return _mm512_add_ps(_mm512_mask_blend_ps(0xaaaa, a, b), _mm512_permute_ps(_mm512_mask_blend_ps(0x5555, a, b), 0xb1));
+}
+
+// As many levels as NR vectors can share one.
+constexpr bool FOLDS = true;
+template <int NR>
+static inline vec fold(const vec* v) {
+  static_assert(NR == 2 || NR == 4);
+  if constexpr (NR == 2) return halves(v[0], v[1]);
+  if constexpr (NR == 4) return quarters(halves(v[0], v[1]), halves(v[2], v[3]));
+}
+
+// The sums of sixteen vectors, folded NR at a time.
+template <int NR>
 static inline void sum_block(const vec* v, float* out) {
-  vec t[8], u[4], q[2];
-  for (int i = 0; i < 8; i++) {
-    t[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x44), _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xee));
-  }
-  for (int i = 0; i < 4; i++) {
-    u[i] = _mm512_add_ps(_mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0x88), _mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0xdd));
-  }
-  for (int i = 0; i < 2; i++) {
-    __m512d a = _mm512_castps_pd(u[2 * i]), b = _mm512_castps_pd(u[2 * i + 1]);
-    q[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-  vec r = _mm512_add_ps(_mm512_shuffle_ps(q[0], q[1], 0x88), _mm512_shuffle_ps(q[0], q[1], 0xdd));
-  const __m512i columns = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+  vec q[4];
+  for (int i = 0; i < 4; i++) q[i] = NR == 4 ? v[i] : quarters(v[2 * i], v[2 * i + 1]);
+  const vec r = sixteenths(eighths(q[0], q[1]), eighths(q[2], q[3]));
+  const __m512i columns = _mm512_set_epi32(15, 7, 11, 3, 13, 5, 9, 1, 14, 6, 10, 2, 12, 4, 8, 0);
   _mm512_storeu_ps(out, _mm512_permutexvar_ps(columns, r));
 }
 

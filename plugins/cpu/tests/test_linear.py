@@ -22,7 +22,7 @@ from mlx_spec_cpu.operations import (
 
 SETS = load().kernel_names().split(",")
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
-PAIRED = [Packing("affine", 4, 64), Packing("affine", 8, 32), Packing("mxfp4", 4, 32)]
+PAIRED = [*(Packing("affine", bits, group) for bits in (4, 8) for group in (32, 64)), Packing("mxfp4", 4, 32)]
 TOLERANCE = {mx.float32: 2e-6, mx.bfloat16: 8e-3, mx.float16: 1e-3}
 DENSE_K, PACKED_K, N = 389, 384, 83
 ROWS = 37
@@ -170,6 +170,19 @@ def test_bfloat16_rows_that_end_anywhere(library: Any, packing: Packing, kernels
         y = check_blocks(library, layer, x, [1, 3, 8, 9])
         exact = as_float64(x) @ layer.exact.T
         assert np.abs(as_float64(y) - exact).max() < TOLERANCE[mx.bfloat16] * np.abs(exact).max(), K
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("K", [1, 31, 32, 33, 64, 130])
+def test_bfloat16_rows_by_bfloat16_weights(library: Any, K: int, kernels: str) -> None:
+    """Rows read where they lie, copied because they end early, or gathered because they lie apart."""
+    assert library.use_kernels(kernels)
+    layer, x = make_layer(Packing("dense"), mx.bfloat16, 35, K), activations(11, K, mx.bfloat16)
+    y = check_blocks(library, layer, x, [*range(1, 10), 11])
+    exact = as_float64(x) @ layer.exact.T
+    assert np.abs(as_float64(y) - exact).max() < TOLERANCE[mx.bfloat16] * np.abs(exact).max()
+    apart = mx.as_strided(mx.contiguous(x.T), x.shape, (1, x.shape[0]))
+    assert raw(library.linear(apart, **layer.arguments)) == raw(y)
 
 
 @pytest.mark.parametrize("kernels", SETS)
