@@ -24,6 +24,11 @@ import snippets  # noqa: E402
 
 HAND_WRITTEN = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 PAGES = {path.name: path for path in [*docs.PAGES, *HAND_WRITTEN]}
+READMES = [
+    path
+    for pattern in ("core/README.md", "plugins/*/README.md", "plugins/*/training/README.md", "examples/*/README.md")
+    for path in sorted(ROOT.glob(pattern))
+]
 PLUGIN = re.compile(r"(src|tests)/.*|pyproject\.toml")
 
 
@@ -200,14 +205,24 @@ def all_commands() -> list[tuple[str, list[str]]]:
     return [(name, words) for name, path in PAGES.items() for words in snippets.commands(snippets.snippets(path))]
 
 
+def readme_commands() -> list[tuple[str, list[str]]]:
+    """Those of the READMEs of packages."""
+    return [
+        (path.relative_to(ROOT).as_posix(), words)
+        for path in READMES
+        for words in snippets.commands(snippets.snippets(path))
+    ]
+
+
 def test_the_pages_show_commands():
     assert sum(words[0] == "spec" for _, words in all_commands()) > 15
     assert sum(words[0] == "make" for _, words in all_commands()) > 3
+    assert {page for page, _ in readme_commands()} == {path.relative_to(ROOT).as_posix() for path in READMES}
 
 
 @pytest.mark.parametrize(
     ("page", "words"),
-    [c for c in all_commands() if c[1][0] == "spec"],
+    [c for c in [*all_commands(), *readme_commands()] if c[1][0] == "spec"],
     ids=lambda v: v if isinstance(v, str) else " ".join(v)[:60],
 )
 def test_spec_commands_parse(page, words):
@@ -218,6 +233,14 @@ def test_spec_commands_parse(page, words):
     if not rest or rest[-1] not in ("--help", "-h"):
         assert isinstance(command, click.Command)
         command.make_context(name, rest, parent=context)
+
+
+SCRIPTS = [(page, word) for page, words in readme_commands() for word in words if word.endswith(".py")]
+
+
+@pytest.mark.parametrize(("page", "script"), SCRIPTS)
+def test_scripts_are_where_the_readmes_say(page, script):
+    assert (ROOT / script).is_file()
 
 
 @pytest.mark.parametrize(("page", "words"), [c for c in all_commands() if c[1][0] == "make"], ids=str)
