@@ -24,6 +24,7 @@ class AcceptanceEstimate:
         self._trials = [0.0] * depths
         self._prior = [0.5 * (p + DEFAULT_RATE) for p in prior[:depths]]
         self._rates: list[float] | None = None
+        self._totals: list[float] | None = None
 
     def observe(self, drafted: int, accepted: int) -> None:
         """One round: depths up to `accepted` held, the next one failed if it was drafted."""
@@ -33,7 +34,7 @@ class AcceptanceEstimate:
         for i in range(min(drafted, accepted + 1, len(self._hits))):
             self._trials[i] += 1.0
             self._hits[i] += i < accepted
-        self._rates = None
+        self._rates = self._totals = None
 
     def soften(self, trials: float) -> None:
         """Let old evidence weigh at most `trials` rounds: the text may have changed since.
@@ -45,7 +46,7 @@ class AcceptanceEstimate:
             if n > trials:
                 self._hits[i] *= trials / n
                 self._trials[i] = trials
-        self._rates = None
+        self._rates = self._totals = None
 
     @property
     def rates(self) -> list[float]:
@@ -64,11 +65,14 @@ class AcceptanceEstimate:
 
     def expected(self, k: int) -> float:
         """Tokens a round with k drafts is expected to commit, the target's own one included."""
-        total = reach = 1.0
-        for rate in self.rates[:k]:
-            reach *= rate
-            total += reach
-        return total
+        if self._totals is None:
+            total = reach = 1.0
+            self._totals = [total]
+            for rate in self.rates:
+                reach *= rate
+                total += reach
+                self._totals.append(total)
+        return self._totals[max(0, min(k, len(self._totals) - 1))]
 
     def seen(self) -> list[float]:
         """Rates of the leading depths that have real evidence, for later requests."""

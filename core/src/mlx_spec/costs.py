@@ -53,7 +53,9 @@ class BatchCosts:
         self.plain_age = 0.0  # the same since plain steps were
         self._live: dict[int, list[float]] = {}
         self._draft: dict[int, list[float]] = {}
+        # what follows from the samples of a K, until there is another one: asked of every K in every round
         self._cache: dict[int, float | None] = {}
+        self._agreed: dict[int, bool] = {}
         self._known: dict[int, float] | None = None
 
     def observe(self, k: int, seconds: float, draft_seconds: float | None = None) -> None:
@@ -73,7 +75,11 @@ class BatchCosts:
             drafts.append(draft_seconds)
             del drafts[:-WINDOW]
         self.fresh += 1
-        self._cache.clear()
+        self._agreed.pop(k, None)
+        if self.saved:  # all of them follow the drift
+            self._cache.clear()
+        else:
+            self._cache.pop(k, None)
         self._known = None
 
     def count(self, k: int) -> int:
@@ -82,20 +88,22 @@ class BatchCosts:
 
     def measured(self, k: int) -> bool:
         """True when k was timed in an earlier run, or twice here with like results (no warm-up, no spike)."""
-        best = sorted(self._live.get(k, ()))[:2]
-        return k in self.saved or (len(best) == 2 and best[1] < 1.5 * best[0])
+        if k not in self._agreed:
+            best = sorted(self._live.get(k, ()))[:2]
+            self._agreed[k] = k in self.saved or (len(best) == 2 and best[1] < 1.5 * best[0])
+        return self._agreed[k]
 
     def seconds(self, k: int) -> float | None:
         """Best estimate of seconds per round at k, None when neither measured nor saved."""
         if k not in self._cache:
-            self._cache[k] = self._estimate(k, self._drift())
+            self._cache[k] = self._estimate(k)
         return self._cache[k]
 
-    def _estimate(self, k: int, drift: float) -> float | None:
+    def _estimate(self, k: int) -> float | None:
         live = self._live.get(k, [])
         saved = self.saved.get(k)
         if saved is not None:
-            live = [*live, *[saved * drift] * max(0, FIRM - len(live))]
+            live = [*live, *[saved * self._drift()] * max(0, FIRM - len(live))]
         return typical(live) if live else None
 
     def _drift(self) -> float:

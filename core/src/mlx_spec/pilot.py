@@ -49,6 +49,9 @@ class Crew:
 
     def expected(self, k: int) -> float:
         """Tokens per row that a round at K = k is expected to commit."""
+        if len(self.rows) == 1 and not self.plain:
+            estimate, top = self.rows[0]
+            return estimate.expected(min(k, top))
         total = sum(estimate.expected(min(k, top)) for estimate, top in self.rows)
         return (total + self.plain) / max(1, len(self.rows) + self.plain)
 
