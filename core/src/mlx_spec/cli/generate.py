@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 # No sign, no underscore, no digit of another script; more digits than any vocabulary needs are no id.
 _ID = re.compile(r"[ \t\n]*[0-9]{1,18}[ \t\n]*")
 _IDS = re.compile(rf"{_ID.pattern}(,{_ID.pattern})*")
-DEMO_PROMPT = "def walk(node):\n    for child in node.children:\n        if isinstance(child"
+WARM_SECONDS, WARM_TURNS = 0.2, 20  # of both paths before a comparison: one turn at least, and no more than these
+DEMO_PROMPT = "def encode(text):\n    if isinstance(text"
 
 
 @click.command("generate")
@@ -233,13 +235,20 @@ def _run(pair: Pair, request: Request, quiet: bool) -> Result:
 
 
 def _warm_up(pair: Pair, prompt: list[int]) -> None:
-    """Run both paths briefly, so that the comparison times neither kernel building nor first touches."""
+    """Run both paths briefly, so that the comparison times neither kernel building nor first touches.
+
+    The first dozens of steps of a process are slower than later ones, which a small model has time for here.
+    """
     from ..api import generate
     from ..diagnostics import held
 
+    end = time.monotonic() + WARM_SECONDS
     with held():
-        for speculative in (False, True):
-            generate(pair, prompt, None, 8, ignore_eos=True, adaptive=False, speculative=speculative)
+        for _ in range(WARM_TURNS):
+            for speculative in (False, True):
+                generate(pair, prompt, None, 8, ignore_eos=True, adaptive=False, speculative=speculative)
+            if time.monotonic() > end:
+                return
 
 
 def _plain(pair: Pair, prompt: list[int], sampling: Sampling, values: dict[str, Any], done: Result) -> Result:
