@@ -461,7 +461,12 @@ void Program::block(const Block& b, const Call& call) const {
     const Register &from = registers_[size_t(s.a)], &to = registers_[size_t(s.to)];
     if (s.kind == Kind::embed) {
       const int32_t* ids = reinterpret_cast<const int32_t*>(data[s.a]);
-      for (int64_t r = 0; r < rows; r++) read_row(*s.table, ids[r], data[s.to] + r * to.width * int64_t(mx::size_of(to.dtype)));
+      auto one = [&](int64_t r) { read_row(*s.table, ids[r], data[s.to] + r * to.width * int64_t(mx::size_of(to.dtype))); };
+      if (rows * to.width < SERIAL) {
+        for (int64_t r = 0; r < rows; r++) one(r);
+      } else {
+        parallel_for(rows, one);
+      }
       continue;
     }
     const Type type = *stored_type(from.dtype);

@@ -249,6 +249,27 @@ def test_what_one_operation_does_not_do_is_left_to_single_steps(
     assert drafts(lane_of(pair_of(tmp_path / "off"), 9), 3)[1] == 3
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"dtype": "float16", "quantise": 4}, {"variant": "D31"}], ids=str
+)
+def test_what_the_target_begins_with_has_the_bytes_of_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    model: Any = pair_of(tmp_path, **options).target.model
+    inputs = getattr(model, "language_model", model).model._inputs
+    plain = next(kind for kind in type(inputs).__mro__ if kind.__name__ == "TextInputs")
+    assert type(inputs).__name__ == "RowTextInputs"
+    for shape in ((1, 1), (1, 9), (3, 4), (2, 300)):
+        tokens = mx.random.randint(0, 120, shape, mx.int32, key=mx.random.key(5))
+        expected = plain.__call__(inputs, tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(plain, "__call__", None)  # what it may not need
+            found = inputs(tokens)
+        assert [a.shape for a in found] == [a.shape for a in expected]
+        assert [raw(a) for a in found] == [raw(a) for a in expected]
+    assert [raw(a) for a in inputs(tokens.astype(mx.uint32))] == [raw(a) for a in expected]
+
+
 def test_a_table_that_is_replaced_later_is_read(tmp_path: Path) -> None:
     pair = pair_of(tmp_path)
     lane = lane_of(pair, 30)

@@ -2,6 +2,7 @@
 
 A module of any package can be run so: it has `describe(blueprint)`, which writes what it computes, and
 `arrange(*its arguments)`, which says what a call of it hands over, or None for a call that its own code has to do.
+Activations are of its `dtype` when it has one, else of that of the first input.
 The same rule holds for all: as soon as a part of the module is not the library's own, its own code runs.
 """
 
@@ -166,7 +167,7 @@ def _described(kind: Any) -> type:
         arranged = self.arrange(*given)
         if arranged is not None:
             inputs, place = arranged
-            run = built_of(self, inputs[0].dtype).run("", self.describe)
+            run = built_of(self, getattr(self, "dtype", inputs[0].dtype)).run("", self.describe)
             if run is not None:
                 return tuple(run(*inputs, **place))
         return kind.__call__(self, *given)

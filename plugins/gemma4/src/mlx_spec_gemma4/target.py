@@ -78,6 +78,7 @@ class Gemma4Target(Target):
         target = cls(ref, model, text)
         check_finite(dict(tree_flatten(model.parameters())), f"weights of {ref.name}")
         hold_transposes(model)
+        target._core._inputs = TextInputs(target._core)  # an underscore: what it holds is not counted again
         if target.dropped:
             log.info("%s: text only, %d tensors unused: %s", ref.name, len(target.dropped), _heads(target.dropped))
         return target
@@ -180,13 +181,51 @@ def _last_row(mask: Any) -> Any:
     return mask[..., -1:, :] if isinstance(mask, mx.array) else None
 
 
+class TextInputs(nn.Module):
+    """What a `Gemma4TextModel` begins with: scaled embeddings and the inputs of each layer's own."""
+
+    def __init__(self, core: Any):
+        super().__init__()
+        self.table, self.scale, self.own = core.embed_tokens, core.embed_scale, bool(core.hidden_size_per_layer_input)
+        if self.own:
+            self.own_table, self.own_scale = core.embed_tokens_per_layer, core.embed_tokens_per_layer_scale
+            self.projection, self.projection_scale = core.per_layer_model_projection, core.per_layer_projection_scale
+            self.norm, self.sum_scale = core.per_layer_projection_norm, core.per_layer_input_scale
+
+    def __call__(self, tokens: mx.array) -> tuple[mx.array, ...]:
+        """tokens (B, L) -> embeddings (B, L, D) and, where layers have inputs of their own, (B, L, N * P)."""
+        h = self.table(tokens) * self.scale
+        if not self.own:
+            return (h,)
+        own = self.own_table(tokens) * self.own_scale
+        projected = (self.projection(h) * self.projection_scale).reshape(*tokens.shape, -1, self.norm.weight.size)
+        return h, (self.norm(projected).reshape(own.shape) + own) * self.sum_scale
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of its results."""
+        return self.table.scales.dtype if hasattr(self.table, "scales") else self.table.weight.dtype
+
+    def arrange(self, tokens: mx.array) -> tuple[list[mx.array], dict[str, Any]] | None:
+        """A call's inputs; None for ids of another dtype."""
+        return ([tokens], {}) if tokens.dtype == mx.int32 and tokens.ndim == 2 else None
+
+    def describe(self, b: Any) -> None:
+        """The same as `__call__`, written onto a blueprint."""
+        ids = b.ids()
+        h = b.weighted(b.looked_up(ids, self.table), mx.array([self.scale]))
+        b.output(h)
+        if self.own:
+            own = b.weighted(b.looked_up(ids, self.own_table), mx.array([self.own_scale]))
+            projected = b.weighted(b.apply(h, self.projection), mx.array([self.projection_scale]))
+            added = b.combine("add", b.normed(projected, self.norm), own)
+            b.output(b.weighted(added, mx.array([self.sum_scale])))
+
+
 def _inputs(core: Any, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
     """Scaled embeddings (B, L, D) and per-layer inputs (B, L, N, P) or None."""
-    embedded = core.embed_tokens(tokens)
-    h = embedded * core.embed_scale
-    if not core.hidden_size_per_layer_input:
-        return h, None
-    return h, core._project_per_layer_inputs(h, core._get_per_layer_inputs(tokens, embedded))
+    h, *own = core._inputs(tokens)
+    return h, own[0].reshape(*tokens.shape, len(core.layers), -1) if own else None
 
 
 def _reader(state: Any) -> SharedReader | None:
