@@ -18,6 +18,18 @@ constexpr int64_t SERIAL = 40'000;        // elements below which waking a threa
 
 thread_local Buffer registers_buffer, waves_buffer;
 
+// What the cosines and sines in `waves_buffer` are of: layers of a model mostly turn the same rows by the same angles.
+struct Angles {
+  const Kernels* kernels = nullptr;
+  Type type{};
+  float scale = 0;
+  int64_t first = 0, rows = 0, L = 0;
+  std::vector<int> offsets;
+  std::vector<float> wavelengths;  // inverse ones
+  bool operator==(const Angles&) const = default;
+};
+thread_local Angles angles_held;
+
 mx::array held(const mx::array& a) {
   mx::array whole = mx::contiguous(a);
   whole.eval();
@@ -455,7 +467,6 @@ void Program::block(const Block& b, const Call& call) const {
   const Kernels& k = kernels();
   char* const* data = b.data;
   const int64_t rows = b.rows;
-  const Stage* turned = nullptr;  // whose cosines and sines are still there
   for (size_t i = 0; i < stages_.size(); i++) {
     const Stage& s = stages_[i];
     const Register &from = registers_[size_t(s.a)], &to = registers_[size_t(s.to)];
@@ -493,8 +504,7 @@ void Program::block(const Block& b, const Call& call) const {
       continue;
     }
     if (s.kind == Kind::rotate) {
-      turn(s, b, call, !turned || turned->weight->id() != s.weight->id() || turned->number != s.number || registers_[size_t(turned->a)].dtype != from.dtype);
-      turned = &s;
+      turn(s, b, call);
       continue;
     }
     if (s.kind == Kind::attend || s.kind == Kind::look) {
@@ -533,8 +543,8 @@ void Program::block(const Block& b, const Call& call) const {
   }
 }
 
-// Rotates heads; `fresh` says that the cosines and sines in the buffer are not those of this stage.
-void Program::turn(const Stage& s, const Block& b, const Call& call, bool fresh) const {
+// Rotates heads.
+void Program::turn(const Stage& s, const Block& b, const Call& call) const {
   const Kernels& k = kernels();
   char* const* data = b.data;
   const int64_t rows = b.rows;
@@ -544,11 +554,16 @@ void Program::turn(const Stage& s, const Block& b, const Call& call, bool fresh)
   float* cosines = waves_buffer.floats(size_t(3 * rows * pitch + 16));
   float *sines = cosines + rows * pitch, *angles = sines + rows * pitch;
   const float* per_pair = s.weight->data<float>();
+  std::vector<int> offsets{call.offset};  // one for all, or one per batch
+  if (call.offsets) offsets.resize(call.offsets->size());
+  for (size_t i = 0; call.offsets && i < offsets.size(); i++) offsets[i] = call.offsets->data<int32_t>()[int64_t(i) * call.offsets->strides(0)];
+  Angles wanted{&k, type, s.number, b.first, rows, b.L, offsets, {per_pair, per_pair + half}};
+  const bool fresh = wanted != angles_held;
+  angles_held = std::move(wanted);
   auto one = [&](int64_t r) {
     if (fresh) {
       const int64_t batch = (b.first + r) / b.L, l = (b.first + r) % b.L;
-      const int offset = call.offsets ? call.offsets->data<int32_t>()[call.offsets->size() == 1 ? 0 : batch * call.offsets->strides(0)] : call.offset;
-      const float position = (float(l) + float(offset)) * s.number;
+      const float position = (float(l) + float(offsets[offsets.size() == 1 ? 0 : size_t(batch)])) * s.number;
       for (int64_t i = 0; i < half; i++) angles[r * pitch + i] = position * per_pair[i];
       k.waves(angles + r * pitch, half, type, cosines + r * pitch, sines + r * pitch);
       for (int64_t i = half; i < pitch; i++) cosines[r * pitch + i] = sines[r * pitch + i] = 0;

@@ -128,7 +128,7 @@ class Program {
     int64_t first, rows, L;
   };
   void block(const Block& b, const Call& call) const;
-  void turn(const Stage& s, const Block& b, const Call& call, bool fresh) const;
+  void turn(const Stage& s, const Block& b, const Call& call) const;
   void store(const Stage& s, const Block& b, const Store& into) const;
   void attend(const Stage& s, const Block& b, const Store& over) const;
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -396,3 +397,24 @@ def test_only_what_is_known_is_replaced() -> None:
     mixed = swapped(mx.ones((1, 3, 64), mx.bfloat16))  # float32 weights widen what they are given: part by part
     assert mixed.dtype == mx.float32
     assert whole(swapped).steps
+
+
+def test_angles_that_are_held_from_call_to_call_are_those_of_the_call(library: Any) -> None:
+    """One thing they are made of changes from call to call, each in turn; q and k of a layer share them."""
+    offsets: list[Any] = [0, 7, 8, mx.array([7, 8]), mx.array([8, 7]), mx.array([7])]
+    inverse = [mx.exp(-mx.arange(8) / n) for n in (2.0, 3.0)]
+    made = {}
+    for dtype, waves, scale in product((mx.float32, mx.bfloat16), (0, 1), (1.0, 0.5)):
+        recipe = Recipe()
+        for heads in (4, 2):
+            turned = recipe.rotate(recipe.input(heads * 16, heads), heads, 16, False, scale, inverse[waves])
+            recipe.output(turned, heads)
+        made[dtype, waves, scale] = recipe.build(dtype)
+    choices: list[list[Any]] = [SETS, [1, 3], offsets, [mx.float32, mx.bfloat16], [0, 1], [1.0, 0.5]]
+    for turn in range(len(choices)):
+        for case in product(*choices[turn:], *choices[:turn]):
+            kernels, L, offset, dtype, waves, scale = (*case[-turn or len(case) :], *case[: -turn or len(case)])
+            assert library.use_kernels(kernels)
+            given = [mx.random.normal((2, heads, L, 16), key=mx.random.key(heads)).astype(dtype) for heads in (4, 2)]
+            for found, x in zip(made[dtype, waves, scale](*given, offset=offset), given, strict=True):
+                assert raw(found) == raw(library.rope(x, 16, False, scale, inverse[waves], offset))
