@@ -21,6 +21,7 @@ from .train_drafter import load_drafter, observe, unroll
 from .train_target import held_out_loss, load_target
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 64, 192
+DRAFTS = (1, 2, 3, 4, 5, 7, 9)  # a block wide: L - 1
 
 
 @torch.no_grad()
@@ -65,7 +66,7 @@ def evaluate(work: Work) -> dict[str, Any]:
     prompts = torch.tensor(held_out_prompts(tokenizer, PROMPTS, PROMPT_TOKENS))
     greedy = continuations(target, prompts, NEW_TOKENS, 0.0)
     warm = continuations(target, prompts, NEW_TOKENS, 0.7)
-    kept = {n: matches(target, drafter, greedy, n) for n in (1, 2, 3, 4)}
+    kept = {n: matches(target, drafter, greedy, n) for n in DRAFTS}
     figures = {
         "held_out_tokens": len(held),
         "held_out_loss": round(loss, 4),

@@ -67,7 +67,7 @@ DRAFTER: dict[str, Any] = {
     "num_centroids": 64,
     "centroid_intermediate_top_k": 8,
     "tie_word_embeddings": True,
-    "block_size": 4,
+    "block_size": 8,
     "dtype": "bfloat16",
     "text_config": {
         **_COMMON,
