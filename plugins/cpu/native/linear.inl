@@ -96,7 +96,11 @@ static void finish(const Product& p, const vec (&acc)[MR][BLOCK], int64_t m, int
     if (p.bias) {
       for (int j = 0; j < BLOCK; j++) out[j] += bias[j];
     }
-    narrow(out, columns, p.y[m + i], p.y_type, n);
+    if constexpr (W == BLOCK) {
+      store_any(p.y[m + i], p.y_type, n, 1, columns, load(out));
+    } else {
+      narrow(out, columns, p.y[m + i], p.y_type, n);
+    }
   }
 }
 

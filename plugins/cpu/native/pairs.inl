@@ -198,6 +198,7 @@ using ScalesOf = std::conditional_t<D::centre == 0, FloatScales<groups_of_unit<g
 template <class D, int group>
 struct PairBlock {
   static constexpr int64_t near = 2 * NEAR;
+  static constexpr int rows = 8;  // at a time
   static constexpr int together = groups_of_unit<group>;
   using S = ScalesOf<D, group>;
   const Product& p;
@@ -307,11 +308,12 @@ struct PairBlock {
 // A block of columns of bfloat16. A lane's chain takes two elements of every vector.
 struct PairPlainBlock {
   static constexpr int64_t near = 2 * NEAR;
+  static constexpr int rows = 4;  // at a time
   const Product& p;
   const uint8_t* data;  // of the first column
 
   template <int MR>
-  static constexpr int columns_of_tile = MR <= 4 ? 4 : 2;
+  static constexpr int columns_of_tile = 4;
 
   template <int MR, int NR>
   inline void follow(vec (&acc)[MR][BLOCK], const float* const* x, int64_t j, int64_t columns, int64_t from, int64_t to) const {
@@ -354,20 +356,21 @@ static void pair_rows(const Product& p, const Block& block, int64_t m, int64_t n
   follow_block<MR, Block::template columns_of_tile<MR>>(p, block, p.K, m, n, columns);
 }
 
+// The rows from m on, at most MR.
+template <int MR, class Block>
+static void last_pair_rows(const Product& p, const Block& block, int64_t m, int64_t n, int64_t columns) {
+  if constexpr (MR > 0) {
+    if (p.rows - m == MR) return pair_rows<MR>(p, block, m, n, columns);
+    last_pair_rows<MR - 1>(p, block, m, n, columns);
+  }
+}
+
 // Every row, some at a time.
 template <class Block>
 static void all_pair_rows(const Product& p, const Block& block, int64_t n, int64_t columns) {
   int64_t m = 0;
-  for (; m + 8 <= p.rows; m += 8) pair_rows<8>(p, block, m, n, columns);
-  switch (p.rows - m) {
-    case 1: return pair_rows<1>(p, block, m, n, columns);
-    case 2: return pair_rows<2>(p, block, m, n, columns);
-    case 3: return pair_rows<3>(p, block, m, n, columns);
-    case 4: return pair_rows<4>(p, block, m, n, columns);
-    case 5: return pair_rows<5>(p, block, m, n, columns);
-    case 6: return pair_rows<6>(p, block, m, n, columns);
-    case 7: return pair_rows<7>(p, block, m, n, columns);
-  }
+  for (; m + Block::rows <= p.rows; m += Block::rows) pair_rows<Block::rows>(p, block, m, n, columns);
+  last_pair_rows<Block::rows - 1>(p, block, m, n, columns);
 }
 
 // Floats of a thread for the scales of a block.
