@@ -16,6 +16,7 @@ from mlx_spec import inspection
 from mlx_spec.cli import cli
 from mlx_spec.cli import inspect as command_module
 from mlx_spec.heads import contradictions, find_heads, promised_layers
+from mlx_spec.identify import identify
 from mlx_spec.inspection import Inspection, inspect
 from mlx_spec.tensorfiles import TensorInfo
 
@@ -397,3 +398,15 @@ def test_inspect_reads_no_weights(folder, monkeypatch):
     monkeypatch.setattr(mx, "load", None)
     monkeypatch.setattr(inspection, "resolve", lambda name, config: __import__("mlx_spec").ModelRef(name, Path(name)))
     assert inspect(str(folder())).ok
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(None, "it has no config.json"), ("[]", "its config.json cannot be used")],
+    ids=["none", "list"],
+)
+def test_a_folder_without_a_usable_config_says_which(tmp_path: Path, text: str | None, reason: str) -> None:
+    (tmp_path / "model.safetensors").touch()
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert identify(tmp_path, None).reason == reason

@@ -41,7 +41,8 @@ def identify(path: Path, config: Mapping[str, Any] | None, drafter_types: Collec
     if other is not None:
         return other
     if config is None:
-        return Identity("unknown", "it has no config.json")
+        unread = "config.json" in names
+        return Identity("unknown", "its config.json cannot be used" if unread else "it has no config.json")
     if "speculators_model_type" in config or "speculators_config" in config:
         return Identity("speculators", "its config.json has a speculators section")
     sign = drafter_sign(config, drafter_types)

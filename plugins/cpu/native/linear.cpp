@@ -472,8 +472,9 @@ Factor factor_of(int64_t K, mx::Dtype x, const mx::array& w, const std::optional
 void multiply_rows(const std::vector<Factored>& layers, const void* x, Type type, int64_t rows) {
   const Kernels& k = kernels();
   const Layout& layout = layers[0].factor->layout;
+  auto stored = [](const Factor& f) { return f.given[f.layout.mode == "dense" ? 0 : 1].dtype(); };  // weights, or scales
   for (auto& layer : layers) {
-    if (layer.factor->layout == layout) continue;
+    if (layer.factor->layout == layout && stored(*layer.factor) == stored(*layers[0].factor)) continue;
     for (auto& one : layers) multiply_rows({one}, x, type, rows);  // rows are prepared in another way for each
     return;
   }

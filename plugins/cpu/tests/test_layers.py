@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from cpu_layers import PACKINGS, Twice, as_float64, make_layer, raw
+from cpu_layers import PACKINGS, Packing, Twice, as_float64, make_layer, raw
 from mlx_lm.models import llama, qwen2, qwen3
 
 from mlx_spec.state import KVState, StateGroup, WindowState
@@ -121,6 +121,22 @@ def test_a_row_has_its_bytes_in_every_block(library: Any, dtype: mx.Dtype, kerne
             for i, axis in enumerate((1, 1, 1, 2, 2, 1)):
                 assert raw(mx.contiguous(mx.take(block[i], mx.array([r]), axis=axis))) == raw(step[i]), (threads, r, i)
         assert raw(where["keys"]) == raw(block[-2]) and raw(where["values"]) == raw(block[-1])
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("packing", PACKINGS, ids=str)
+def test_layers_of_several_dtypes_read_the_same_rows(library: Any, packing: Packing, kernels: str) -> None:
+    """How rows are prepared depends on what weights or scales are stored in."""
+    assert library.use_kernels(kernels)
+    for dtypes in ((mx.bfloat16, mx.float32), (mx.float32, mx.bfloat16), (mx.bfloat16, mx.float16)):
+        layers = [make_layer(packing, dtype, 5, 256, i) for i, dtype in enumerate(dtypes)]
+        recipe = Recipe()
+        rows = recipe.input(256)
+        for of in [recipe.linear(rows, **layer.arguments) for layer in layers]:
+            recipe.output(of)
+        x = normal(1, 2, 256, dtype=mx.bfloat16)
+        for layer, y in zip(layers, recipe.build(mx.bfloat16)(x), strict=True):
+            assert raw(y) == raw(library.linear(x, **layer.arguments)), dtypes
 
 
 def test_many_rows_are_cut_into_blocks_unseen() -> None:
