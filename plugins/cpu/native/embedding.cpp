@@ -114,19 +114,14 @@ class Rows : public CpuPrimitive {
 
 mx::array rows(const mx::array& indices, const mx::array& w, const std::optional<mx::array>& scales,
                const std::optional<mx::array>& biases, const Layout& layout, mx::StreamOrDevice stream) {
-  if (w.ndim() != 2) refuse("weights", "shape " + text(w.shape()), "2 axes");
   const auto kind = indices.dtype();
   if (kind != mx::int32 && kind != mx::uint32 && kind != mx::int64) refuse("indices", text(kind), "int32, uint32 or int64");
-  const bool packed = layout.mode != "dense";
-  const int64_t D = packed ? int64_t(w.shape(1)) * 32 / std::max(layout.bits, 1) : w.shape(1);
-  check_weights(D, w, scales, biases, layout);
+  const Table table = table_of(w, scales, biases, layout);
   auto shape = indices.shape();
-  shape.push_back(mx::ShapeElem(D));
-  std::vector<mx::array> inputs{indices, w};
-  for (auto* extra : {&scales, &biases})
-    if (*extra) inputs.push_back(**extra);
-  auto primitive = std::make_shared<Rows>(mx::to_stream(stream), layout);
-  return mx::array(shape, result_of(layout, w, scales), primitive, std::move(inputs));
+  shape.push_back(mx::ShapeElem(table.width));
+  std::vector<mx::array> inputs{indices};
+  inputs.insert(inputs.end(), table.given.begin(), table.given.end());
+  return mx::array(shape, table.result, std::make_shared<Rows>(mx::to_stream(stream), layout), std::move(inputs));
 }
 
 Table table_of(const mx::array& w, const std::optional<mx::array>& scales, const std::optional<mx::array>& biases, const Layout& layout) {

@@ -11,7 +11,7 @@ namespace spec {
 mx::array rows(const mx::array& indices, const mx::array& w, const std::optional<mx::array>& scales,
                const std::optional<mx::array>& biases, const Layout& layout, mx::StreamOrDevice stream);
 
-// A table inside another operation: contiguous, evaluated weights, checked once.
+// A checked table. Inside another operation, for `read_row`, its weights are contiguous and evaluated.
 struct Table {
   Layout layout;
   std::vector<mx::array> given;  // weights, then scales and biases as far as there are any

@@ -26,7 +26,7 @@ struct Weights {
 };
 
 // y[m][n] = sum_k x[m][k] * w[n][k] (+ bias[n]), for n in [first, last).
-// x rows are float, padded with zeros to `padded` and in the order `prepare` gave them, or as `prepare_pairs` left them.
+// x rows are float, padded with zeros to `padded` and in the order `prepare` gave them, as `prepare_pairs` left them, or as they lie where `direct` says so.
 struct Product {
   Weights w;
   const float* const* x;  // rows

@@ -133,15 +133,6 @@ struct StoredScales {
       return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, which, _mm512_set1_epi64((long long)few)));
     }
   }
-  // The same for `count` groups, repeated after `every` of them.
-  static inline vec tail_lanes(const uint16_t* scale, int64_t count, int every) {
-    uint16_t few[together] = {};
-    for (int g = 0; g < together; g++) {
-      const int from = every > 0 ? g % every : 0;
-      if (from < count) few[g] = scale[from];
-    }
-    return lanes(few);
-  }
   const uint16_t* at(int64_t column, int64_t group) const { return scales + column * groups + group; }
 
   // What the chains of NR columns begin with: (bias + scale * centre) * sum(x), lane l taking groups l, l + W, ...
@@ -179,18 +170,21 @@ struct FloatScales {
     if constexpr (together == 4) return _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_loadu_ps(scale)));
     return _mm512_permutexvar_ps(which, _mm512_castps256_ps512(_mm256_loadu_ps(scale)));
   }
-  static inline vec tail_lanes(const float* scale, int64_t count, int every) {
-    float few[together] = {};
-    for (int g = 0; g < together; g++) {
-      const int from = every > 0 ? g % every : 0;
-      if (from < count) few[g] = scale[from];
-    }
-    return lanes(few);
-  }
   const float* at(int64_t column, int64_t group) const { return scales + column * stride + group; }
   template <int MR, int NR>
   inline void start(vec (&)[MR][NR], const float* const*, const int64_t (&)[NR], float) const {}
 };
+
+// `lanes` of S for the `count` groups at a row's end, repeated after `every` of them.
+template <class S, int together, class Scale>
+static inline vec tail_lanes(const Scale* scale, int64_t count, int every) {
+  Scale few[together] = {};
+  for (int g = 0; g < together; g++) {
+    const int from = every > 0 ? g % every : 0;
+    if (from < count) few[g] = scale[from];
+  }
+  return S::lanes(few);
+}
 
 template <class D, int group>
 using ScalesOf = std::conditional_t<D::centre == 0, FloatScales<groups_of_unit<group>>, StoredScales<groups_of_unit<group>>>;
@@ -292,12 +286,12 @@ struct PairBlock {
           const typename D::Codes stored = D::half(at[c], bytes);
 #pragma GCC unroll 8
           for (int t = 0; t < VECTORS / 2; t++) w[c][t] = now.decode_half(stored, t);
-          s[c] = S::tail_lanes(scale[c], groups, together / 2);
+          s[c] = tail_lanes<S, together>(scale[c], groups, together / 2);
         }
         add(first, w, s);
       } else {
         typename D::Codes stored[NR];
-        for (int c = 0; c < NR; c++) stored[c] = D::some(at[c], bytes), s[c] = S::tail_lanes(scale[c], groups, together);
+        for (int c = 0; c < NR; c++) stored[c] = D::some(at[c], bytes), s[c] = tail_lanes<S, together>(scale[c], groups, together);
         unit(first, stored, s);
       }
     }
