@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import pytest
+
+from mlx_spec_cpu.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,15 @@ def as_float64(a: mx.array) -> np.ndarray:
 def raw(a: mx.array) -> bytes:
     """Bytes of an array."""
     return np.array(a if a.dtype == mx.float32 else a.view(mx.uint16)).tobytes()
+
+
+def refusal(build: Callable[[Recipe], Any]) -> str:
+    """What the library says to a recipe that it does not take."""
+    recipe = Recipe()
+    build(recipe)
+    with pytest.raises(ValueError, match=", expected ") as refused:
+        recipe.build(mx.float32)
+    return str(refused.value)
 
 
 class Twice(nn.Module):
