@@ -271,7 +271,7 @@ def test_a_kept_head_that_is_packed_otherwise_is_said_so_in_the_config(source, t
 
 def test_a_head_that_is_not_there_cannot_be_kept(tmp_path):
     source = write_source(tmp_path / "source", head=False)
-    with pytest.raises(LoadError, match="config.json declares 1 layer") as caught:
+    with pytest.raises(LoadError, match=r"\(config\.json declares 1 layer\)") as caught:
         convert(ref(source), tmp_path / "out", four())
     assert caught.value.code == "L20" and not list(tmp_path.glob(".*"))
 
