@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-SPEAK_FIRST, SPEAK_EVERY = (
-    5.0,
-    15.0,
-)  # seconds to the first line about long work where no bar is drawn, and between others
+SPEAK_FIRST, SPEAK_EVERY = 5.0, 15.0  # seconds to the first line about long work without a bar, and between others
 STYLES = {"ok": "green", "warn": "yellow", "error": "red", "errors": "red", "not loaded": "red"}
 
 
@@ -133,9 +130,7 @@ class Steps:
             self._bar.update(self._task, description=text)
         elif not self._quiet and (now := time.monotonic()) >= self._next:
             self._next = now + SPEAK_EVERY
-            share = (
-                f"{self._done:.0f} of {self._total:.0f} done, " if self._total is not None and self._total > 1 else ""
-            )
+            share = f"{self._done:.0f} of {self._total:.0f} done, " if (self._total or 0) > 1 else ""
             note(f"{text} ({share}{now - self._begun:.0f} s so far)")
 
 
