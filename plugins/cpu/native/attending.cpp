@@ -9,7 +9,7 @@
 namespace spec {
 namespace {
 
-constexpr int64_t HAND_OVER = 100'000;    // multiply-adds in the time it takes to share work and to wait for its end
+constexpr int64_t HAND_OVER = 20'000;    // multiply-adds in the time it takes to share work and to wait for its end
 constexpr int64_t SHARES = 4;             // pieces a thread should find
 constexpr int64_t FEWEST_KEYS = 32;       // in a piece
 

@@ -13,8 +13,8 @@
 namespace spec {
 namespace {
 
-constexpr int64_t SERIAL_WORK = 150'000;           // multiply-adds below which waking a thread costs more than it saves
-constexpr int64_t CHUNK_WORK = 40'000;             // multiply-adds a chunk of columns should have
+constexpr int64_t SERIAL_WORK = 20'000;           // multiply-adds below which waking a thread costs more than it saves
+constexpr int64_t CHUNK_WORK = 8'000;             // multiply-adds a chunk of columns should have
 constexpr int64_t MANY_ROWS = 8, MANY_ROWS_COLUMNS = 64;  // so many rows should find so many columns in a chunk
 constexpr int64_t BLOCK_FLOATS = int64_t(8) << 20;  // activations prepared at a time
 

@@ -34,13 +34,18 @@ inline void relax() {
 // Waits a moment without sleeping; whether it was enough has to be looked at again.
 template <class Ready>
 void linger(Ready&& ready) {
-  const auto begin = std::chrono::steady_clock::now();
-  for (auto now = begin; !ready() && now < begin + LINGER; now = std::chrono::steady_clock::now()) {
-    if (now > begin + ALONE) {  // whoever builds the next graph, say
-      std::this_thread::yield();
-    } else {
-      for (int i = 0; i < 16; i++) relax();
+  auto soon = [&](int looks) {
+    for (; looks > 0; looks--) {
+      if (ready()) return true;
+      relax();
     }
+    return false;
+  };
+  if (soon(64)) return;
+  const auto begin = std::chrono::steady_clock::now();
+  for (auto now = begin; now < begin + LINGER; now = std::chrono::steady_clock::now()) {
+    if (now > begin + ALONE) std::this_thread::yield();  // whoever builds the next graph, say
+    if (soon(now > begin + ALONE ? 1 : 16)) return;
   }
 }
 
@@ -64,7 +69,6 @@ class Pool {
     {
       std::lock_guard lock(mutex_);
       stop_ = true;
-      version_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
     for (auto& worker : workers_) worker.join();
@@ -73,30 +77,29 @@ class Pool {
   int size() const { return size_; }
 
   void run(int64_t count, void (*task)(void*, int64_t), void* context) {
-    {
-      std::lock_guard lock(mutex_);
-      task_ = task, context_ = context;
-      for (int64_t i = 0; i < size_; i++) {
-        shares_[size_t(i)].next.store(count * i / size_, std::memory_order_relaxed);
-        shares_[size_t(i)].end = count * (i + 1) / size_;
-      }
-      open_ = true;
-      version_.fetch_add(1, std::memory_order_release);
+    task_ = task, context_ = context;
+    for (int64_t i = 0; i < size_; i++) {
+      shares_[size_t(i)].next.store(count * i / size_, std::memory_order_relaxed);
+      shares_[size_t(i)].end = count * (i + 1) / size_;
     }
-    if (count - 1 < int64_t(workers_.size())) {
-      for (int64_t i = 1; i < count; i++) wake_.notify_one();
-    } else {
-      wake_.notify_all();
+    state_.store((state_.load(std::memory_order_relaxed) / RUN + 1) * RUN + OPEN);
+    if (asleep_.load() > 0) {
+      { std::lock_guard lock(mutex_); }  // whoever has counted itself asleep has looked at the state for the last time
+      if (count - 1 < int64_t(workers_.size())) {
+        for (int64_t i = 1; i < count; i++) wake_.notify_one();
+      } else {
+        wake_.notify_all();
+      }
     }
     take(0);
-    auto left = [this] { return inside_.load(std::memory_order_acquire) == 0; };
-    {
-      std::lock_guard lock(mutex_);
-      open_ = false;
-    }
+    if (state_.fetch_and(~OPEN, std::memory_order_acq_rel) % OPEN == 0) return;
+    auto left = [this] { return state_.load(std::memory_order_acquire) % OPEN == 0; };
     linger(left);  // the others are in their last task
+    if (left()) return;
     std::unique_lock lock(mutex_);
-    done_.wait(lock, left);
+    waiting_.store(true);
+    done_.wait(lock, [this] { return state_.load() % OPEN == 0; });
+    waiting_.store(false);
   }
 
  private:
@@ -108,34 +111,49 @@ class Pool {
     }
   }
 
+  // Whether this worker got into an open run; `seen` is the last run it knows of.
+  bool enter(uint64_t& seen) {
+    uint64_t now = state_.load(std::memory_order_acquire);
+    while (now & OPEN) {
+      if (state_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel, std::memory_order_acquire)) break;
+    }
+    seen = now / RUN;
+    return now & OPEN;
+  }
+
   void work(int self) {
     uint64_t seen = 0;
+    auto news = [&] { return state_.load(std::memory_order_acquire) / RUN != seen; };
     for (;;) {
-      linger([&] { return version_.load(std::memory_order_acquire) != seen; });
-      std::unique_lock lock(mutex_);
-      wake_.wait(lock, [&] { return version_.load(std::memory_order_relaxed) != seen; });
-      seen = version_.load(std::memory_order_relaxed);
-      if (stop_) return;
-      if (!open_) continue;
-      inside_.fetch_add(1, std::memory_order_relaxed);
-      lock.unlock();
+      linger(news);
+      if (!news()) {
+        std::unique_lock lock(mutex_);
+        asleep_++;
+        wake_.wait(lock, [&] { return stop_ || state_.load() / RUN != seen; });
+        asleep_--;
+        if (stop_) return;
+      }
+      if (!enter(seen)) continue;
       take(self);
-      if (inside_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        lock.lock();  // whoever waits has either seen the zero or sleeps
+      if (state_.fetch_sub(1) % (2 * OPEN) == 1 && waiting_.load()) {
+        { std::lock_guard lock(mutex_); }  // whoever waits has either seen the zero or sleeps
         done_.notify_one();
       }
     }
   }
 
+  // The number of the run, whether it is open, and the workers inside: who is to enter or to leave needs no lock.
+  static constexpr uint64_t OPEN = 1 << 16, RUN = 2 * OPEN;
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) std::atomic<int> asleep_{0};
+  std::atomic<bool> waiting_{false};
   const int size_;
   std::mutex mutex_;
   std::condition_variable wake_, done_;
-  std::atomic<uint64_t> version_{0};
-  std::atomic<int> inside_{0};
   void (*task_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
   std::vector<Share> shares_;
-  bool open_ = false, stop_ = false;
+  bool stop_ = false;
   std::vector<std::thread> workers_;
 };
 

@@ -88,6 +88,17 @@ def test_callers_on_several_threads_take_turns(library: Any) -> None:
     assert most <= before + len(callers) + 2  # the callers and two workers, however many call
 
 
+@pytest.mark.parametrize("pause", [0.0, 3e-5, 7e-5, 9e-5, 2e-4])
+def test_workers_that_wait_or_fall_asleep_miss_nothing(library: Any, pause: float) -> None:
+    """Runs that come while workers look out for one, while they fall asleep, and when they sleep."""
+    library.set_threads(3)
+    for i in range(500):
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < pause:
+            pass
+        assert library.count_in_parallel(i % 9) == i % 9
+
+
 def threads_of_this_process() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
