@@ -31,30 +31,6 @@ static inline __mmask32 elements_from(int64_t d, int64_t D) {
   return D - d >= SPAN ? ~__mmask32(0) : __mmask32((uint64_t(1) << (D - d)) - 1);
 }
 
-// Rows of sixteen 32-bit words become columns.
-static inline void transpose(__m512i (&v)[W]) {
-  __m512i t[W], u[W];
-#pragma GCC unroll 8
-  for (int i = 0; i < W; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < W; i += 4) {
-    u[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    u[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    const __m512i a = _mm512_shuffle_i32x4(u[i], u[i + 4], 0x88), b = _mm512_shuffle_i32x4(u[i + 8], u[i + 12], 0x88);
-    const __m512i c = _mm512_shuffle_i32x4(u[i], u[i + 4], 0xdd), d = _mm512_shuffle_i32x4(u[i + 8], u[i + 12], 0xdd);
-    v[i] = _mm512_shuffle_i32x4(a, b, 0x88), v[i + 8] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    v[i + 4] = _mm512_shuffle_i32x4(c, d, 0x88), v[i + 12] = _mm512_shuffle_i32x4(c, d, 0xdd);
-  }
-}
-
 // A scale as a power of two and the rest, in that order.
 static inline void split_scale(float scale, float& power, float& rest) {
   int exponent = 0;

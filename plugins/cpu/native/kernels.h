@@ -23,6 +23,7 @@ struct Weights {
   const void* scales;  // (N, K / group)
   const void* biases;  // (N, K / group), affine only
   int64_t row_bytes;   // of one row of data
+  const float* lanes;  // what `put_in_lanes` made of it, or null
 };
 
 // y[m][n] = sum_k x[m][k] * w[n][k] (+ bias[n]), for n in [first, last).
@@ -142,12 +143,15 @@ struct Kernels {
   // One row for that, in the room `prepare` takes but at least 128 floats; false for a row that holds NaN, infinity
   // or values so large that it has to be prepared as floats.
   bool (*prepare_pairs)(const Weights&, const void* x, int64_t stride, int64_t K, float* out);
+  // Floats that weights (N, K) take once more where those lie in lanes which multiply them faster so; 0 where they do not.
+  int64_t (*lane_floats)(const Weights&, int64_t N, int64_t K);
+  void (*put_in_lanes)(const Weights&, int64_t N, int64_t K, float* out);
   // Elements a row is padded to a multiple of.
   int width;
   // Whether preparing would only copy a contiguous row of K elements.
   bool (*direct)(const Weights&, Type type, int64_t K);
-  // rms_norm of one row: x * rsqrt(mean(x^2) + eps) * weight, weight null for ones.
-  void (*rms)(const void* x, Type type, int64_t stride, const void* weight, Type weight_type, int64_t D, float eps,
+  // rms_norm of rows, D * stride elements apart: x * rsqrt(mean(x^2) + eps) * weight, weight null for ones.
+  void (*rms)(const void* x, Type type, int64_t rows, int64_t stride, const void* weight, Type weight_type, int64_t D, float eps,
               void* y, Type y_type);
   int64_t (*attention_floats)(const Attention&);
   // Attention in four parts: queries, scores of some keys (from a multiple of 4 on), weights, and some elements of the

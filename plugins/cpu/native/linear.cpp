@@ -14,7 +14,8 @@ namespace spec {
 namespace {
 
 constexpr int64_t SERIAL_WORK = 20'000;           // multiply-adds below which waking a thread costs more than it saves
-constexpr int64_t CHUNK_WORK = 8'000;             // multiply-adds a chunk of columns should have
+constexpr int64_t PREPARED_ALONE = 150'000;        // elements of rows below which one thread prepares them
+constexpr int64_t CHUNK_WORK = 32'000;            // multiply-adds a chunk of columns should have
 constexpr int64_t MANY_ROWS = 8, MANY_ROWS_COLUMNS = 64;  // so many rows should find so many columns in a chunk
 constexpr int64_t BLOCK_FLOATS = int64_t(8) << 20;  // activations prepared at a time
 
@@ -51,15 +52,16 @@ thread_local Buffer rows_buffer, scratch_buffer;
 // of the first-level cache.
 int64_t apart(int64_t padded) { return padded + (128 - padded % 1024 + 1024) % 1024; }
 
-// Rows of activations, ready for `product`.
+// Rows of activations, ready for `product`. A thread has one at a time.
 class Rows {
  public:
   Rows(const Kernels& k, const Weights& w, const char* base, size_t item, Type type, const int64_t* offsets,
-       int64_t count, int64_t stride, int64_t K, int64_t padded)
-      : pointers_(size_t(count)), pairs_(size_t(count), 0) {
+       int64_t count, int64_t stride, int64_t K, int64_t padded, bool alone = false)
+      : pointers_(pointers_buffer), pairs_(pairs_buffer) {
     const bool direct = stride == 1 && k.direct(w, type, K), pairs = k.pairs(w, type);
     const int64_t step = apart(padded);
     float* out = direct ? nullptr : rows_buffer.floats(size_t(count * step));
+    pointers_.resize(size_t(count)), pairs_.resize(size_t(count));
     auto one = [&](int64_t m) {
       const char* row = base + offsets[m] * int64_t(item);
       float* prepared = out + m * step;
@@ -68,7 +70,7 @@ class Rows {
       if (direct) return;
       if (!pairs_[size_t(m)]) k.prepare(w, row, type, stride, K, padded, prepared);
     };
-    if (direct || count * padded < SERIAL_WORK) {
+    if (direct || alone || count * padded < PREPARED_ALONE) {
       for (int64_t m = 0; m < count; m++) one(m);
     } else {
       const int64_t some = 8;
@@ -81,9 +83,13 @@ class Rows {
   bool pairs(int64_t m) const { return pairs_[size_t(m)] != 0; }
 
  private:
-  std::vector<const float*> pointers_;
-  std::vector<char> pairs_;
+  static thread_local std::vector<const float*> pointers_buffer;
+  static thread_local std::vector<char> pairs_buffer;
+  std::vector<const float*>& pointers_;
+  std::vector<char>& pairs_;
 };
+thread_local std::vector<const float*> Rows::pointers_buffer;
+thread_local std::vector<char> Rows::pairs_buffer;
 
 // Rows that are multiplied with the same weights in the same way, and where their results go.
 struct Batch {
@@ -109,14 +115,9 @@ void cut(const Kernels& k, const Product& p, std::vector<Piece>& pieces) {
   if (p.N * per_column > SERIAL_WORK && threads() > 1) {
     const int64_t least = p.rows > MANY_ROWS ? MANY_ROWS_COLUMNS : CHUNK_WORK / per_column;
     const int64_t most = (std::max(p.N / (threads() * 6), least) + unit - 1) / unit, units = (p.N + unit - 1) / unit;
-    int64_t each = std::max<int64_t>(most, 1);  // units; a little less where every thread then has as many chunks
-    for (int64_t fewer = each; fewer > most / 2; fewer--) {
-      if ((units + fewer - 1) / fewer % threads() == 0) {
-        each = fewer;
-        break;
-      }
-    }
-    columns = each * unit;
+    // about as many units in all chunks, and as many chunks for every thread
+    const int64_t rounds = std::max<int64_t>((2 * units / std::max<int64_t>(most, 1) / threads() + 1) / 2, 1);
+    columns = (units + rounds * threads() - 1) / (rounds * threads()) * unit;
   }
   for (int64_t n = 0; n < p.N; n += columns) pieces.push_back({&p, n, std::min(p.N, n + columns)});
 }
@@ -150,6 +151,18 @@ Product describe(const Kernels& k, const Layout& layout, int64_t K, const mx::ar
   Product p{};
   p.w = weights, p.N = w.shape(-2), p.K = K, p.padded = (K + k.width - 1) / k.width * k.width, p.y_type = y_type;
   if (bias) p.bias = added, p.bias_type = *stored_type(bias->dtype());
+  return p;
+}
+
+Product describe(const Kernels& k, const Factor& factor) {
+  const bool packed = factor.layout.mode != "dense";
+  const mx::array& w = factor.given[0];
+  const mx::array* scales = packed ? &factor.given[1] : nullptr;
+  const mx::array* biases = factor.has_biases ? &factor.given[2] : nullptr;
+  const mx::array* bias = factor.has_bias ? &factor.given.back() : nullptr;
+  auto bytes = [](const mx::array* a) -> const void* { return a ? a->data<char>() : nullptr; };
+  const int64_t K = packed ? int64_t(w.shape(-1)) * 32 / factor.layout.bits : w.shape(-1);
+  Product p = describe(k, factor.layout, K, w, w.data<char>(), scales, bytes(scales), bytes(biases), bias, bytes(bias), *stored_type(factor.result));
   return p;
 }
 
@@ -316,7 +329,7 @@ class RmsNorm : public mx::Primitive {
       const int64_t step = std::max<int64_t>(1, 16'000 / D);
       parallel_for((rows + step - 1) / step, [&](int64_t i) {
         for (int64_t r = i * step; r < std::min(rows, (i + 1) * step); r++) {
-          k.rms(in + offsets[size_t(r)] * item, type, stride, has_weight ? weight.get() : nullptr, w_type, D, eps,
+          k.rms(in + offsets[size_t(r)] * item, type, 1, stride, has_weight ? weight.get() : nullptr, w_type, D, eps,
                 result + r * D * y_item, y_type);
         }
       });
@@ -466,55 +479,95 @@ Factor factor_of(int64_t K, mx::Dtype x, const mx::array& w, const std::optional
   check(rows, w, scales, biases, bias, layout, 2);
   std::vector<mx::array> given = present(rows, w, {&scales, &biases, &bias});
   given.erase(given.begin());
-  return {layout, std::move(given), biases.has_value(), bias.has_value(), result(rows, w, scales, bias, layout)};
+  Factor factor{layout, std::move(given), biases.has_value(), bias.has_value(), result(rows, w, scales, bias, layout), nullptr, {}};
+  const Kernels& k = kernels();
+  Product& p = factor.product = describe(k, factor);
+  if (const int64_t floats = k.pairs(p.w, *stored_type(x)) ? k.lane_floats(p.w, p.N, p.K) : 0) {
+    std::shared_ptr<float> lanes(static_cast<float*>(aligned_alloc(64, size_t(floats * 4 + 63) / 64 * 64)), free);
+    if (!lanes) throw std::bad_alloc();
+    k.put_in_lanes(p.w, p.N, p.K, lanes.get());
+    p.w.lanes = lanes.get();
+    factor.lanes = std::move(lanes);
+  }
+  return factor;
 }
 
-void multiply_rows(const std::vector<Factored>& layers, const void* x, Type type, int64_t rows) {
+namespace {
+
+// What a product of rows with some layers needs, kept from one to the next.
+struct Plan {
+  std::vector<int64_t> offsets;
+  std::vector<const float*> x;  // rows that are multiplied as floats, then those that are in pairs
+  std::vector<void*> y;         // the same for each layer
+  std::vector<Product> products;
+  std::vector<Piece> pieces;
+};
+thread_local Plan plan;
+
+bool prepared_alike(const Weights& a, const Weights& b) {
+  return a.format == b.format && a.type == b.type && a.bits == b.bits && a.group == b.group && a.scale_type == b.scale_type;
+}
+
+// Rows are prepared and given to `run(products)` as many at a time as memory should hold.
+template <class F>
+void multiply(const Factored* layers, size_t count, const void* x, Type type, int64_t rows, bool alone, F&& run) {
   const Kernels& k = kernels();
-  const Layout& layout = layers[0].factor->layout;
-  auto stored = [](const Factor& f) { return f.given[f.layout.mode == "dense" ? 0 : 1].dtype(); };  // weights, or scales
+  const Product& first = layers[0].factor->product;
+  const int64_t K = first.K, padded = (K + k.width - 1) / k.width * k.width, item = type == Type::f32 ? 4 : 2;
+  const int64_t at_once = std::max<int64_t>(BLOCK_FLOATS / std::max<int64_t>(padded, 1), 64);
+  for (int64_t m = 0; m < rows; m += at_once) {
+    const int64_t some = std::min(at_once, rows - m);
+    plan.offsets.resize(size_t(some)), plan.x.resize(size_t(some)), plan.y.resize(size_t(some) * count), plan.products.clear();
+    for (int64_t i = 0; i < some; i++) plan.offsets[size_t(i)] = (m + i) * K;
+    const Rows prepared(k, first.w, static_cast<const char*>(x), size_t(item), type, plan.offsets.data(), some, 1, K, padded, alone);
+    int64_t singles = 0;
+    for (int64_t i = 0; i < some; i++) singles += !prepared.pairs(i);
+    int64_t next[2] = {0, singles};
+    for (int64_t i = 0; i < some; i++) {
+      const int64_t place = next[prepared.pairs(i)]++;
+      plan.x[size_t(place)] = prepared.row(i);
+      for (size_t l = 0; l < count; l++) {
+        const Product& p = layers[l].factor->product;
+        plan.y[l * size_t(some) + size_t(place)] = static_cast<char*>(layers[l].y) + (m + i) * p.N * (p.y_type == Type::f32 ? 4 : 2);
+      }
+    }
+    for (size_t l = 0; l < count; l++) {
+      Product p = layers[l].factor->product;
+      p.padded = padded;
+      for (bool pairs : {false, true}) {
+        const int64_t begin = pairs ? singles : 0;
+        p.x = plan.x.data() + begin, p.y = plan.y.data() + l * size_t(some) + size_t(begin);
+        p.rows = (pairs ? some : singles) - begin, p.pairs = pairs;
+        if (p.rows > 0) plan.products.push_back(p);
+      }
+    }
+    run(k, plan.products);
+  }
+}
+
+}  // namespace
+
+void multiply_rows(const std::vector<Factored>& layers, const void* x, Type type, int64_t rows) {
   for (auto& layer : layers) {
-    if (layer.factor->layout == layout && stored(*layer.factor) == stored(*layers[0].factor)) continue;
+    if (prepared_alike(layer.factor->product.w, layers[0].factor->product.w)) continue;
     for (auto& one : layers) multiply_rows({one}, x, type, rows);  // rows are prepared in another way for each
     return;
   }
-  const int64_t item = type == Type::f32 ? 4 : 2;
-  std::vector<Product> products;
-  for (auto& [factor, y] : layers) {
-    const bool packed = layout.mode != "dense";
-    const mx::array& w = factor->given[0];
-    const mx::array* scales = packed ? &factor->given[1] : nullptr;
-    const mx::array* biases = factor->has_biases ? &factor->given[2] : nullptr;
-    const mx::array* bias = factor->has_bias ? &factor->given.back() : nullptr;
-    auto bytes = [](const mx::array* a) -> const void* { return a ? a->data<char>() : nullptr; };
-    const int64_t K = packed ? int64_t(w.shape(-1)) * 32 / layout.bits : w.shape(-1);
-    products.push_back(describe(k, layout, K, w, w.data<char>(), scales, bytes(scales), bytes(biases), bias, bytes(bias),
-                                *stored_type(factor->result)));
-  }
-  const int64_t K = products[0].K, padded = products[0].padded;
-  const int64_t at_once = std::max<int64_t>(BLOCK_FLOATS / std::max<int64_t>(padded, 1), 64);
-  for (int64_t m = 0; m < rows; m += at_once) {
-    const int64_t count = std::min(at_once, rows - m);
-    std::vector<int64_t> offsets(static_cast<size_t>(count));
-    for (int64_t i = 0; i < count; i++) offsets[size_t(i)] = (m + i) * K;
-    const Rows prepared(k, products[0].w, static_cast<const char*>(x), size_t(item), type, offsets.data(), count, 1, K, padded);
-    std::vector<Batch> batches(2 * layers.size());
-    std::vector<Product> filled;
-    filled.reserve(batches.size());
-    std::vector<Piece> pieces;
-    for (size_t b = 0; b < batches.size(); b++) {
-      const size_t l = b / 2;
-      const bool pairs = b % 2 != 0;
-      const int64_t bytes = products[l].N * (products[l].y_type == Type::f32 ? 4 : 2);
-      for (int64_t i = 0; i < count; i++) {
-        if (prepared.pairs(i) == pairs) batches[b].add(prepared.row(i), static_cast<char*>(layers[l].y) + (m + i) * bytes);
-      }
-      filled.push_back(products[l]);
-      fill(filled.back(), batches[b], pairs);
-      cut(k, filled.back(), pieces);
+  multiply(layers.data(), layers.size(), x, type, rows, false, [](const Kernels& k, const std::vector<Product>& products) {
+    plan.pieces.clear();
+    for (const Product& p : products) cut(k, p, plan.pieces);
+    run(k, plan.pieces);
+  });
+}
+
+void multiply_here(const Factor& factor, const void* x, Type type, int64_t rows, void* y) {
+  const Factored layer{&factor, y};
+  multiply(&layer, 1, x, type, rows, true, [](const Kernels& k, const std::vector<Product>& products) {
+    for (Product p : products) {
+      p.scratch = scratch_buffer.floats(size_t(k.scratch_floats(p)));
+      k.product(p, 0, p.N);
     }
-    run(k, pieces);
-  }
+  });
 }
 
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice stream) {

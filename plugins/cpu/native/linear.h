@@ -1,10 +1,12 @@
 // Linear layers as an mlx primitive.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "kernels.h"
 #include "mlx/array.h"
@@ -62,6 +64,8 @@ struct Factor {
   std::vector<mx::array> given;  // weights, then scales, biases and bias as far as there are any
   bool has_biases, has_bias;
   mx::Dtype result;  // of its rows
+  std::shared_ptr<const float> lanes;  // the weights once more, where they are multiplied faster so
+  Product product;                     // but for its rows
 };
 Factor factor_of(int64_t K, mx::Dtype x, const mx::array& w, const std::optional<mx::array>& scales,
                  const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, const Layout& layout);
@@ -73,6 +77,8 @@ struct Factored {
 };
 // The same rows, one after the other, through every layer; the layers run side by side.
 void multiply_rows(const std::vector<Factored>& layers, const void* x, Type type, int64_t rows);
+// The same through one layer, on this thread alone.
+void multiply_here(const Factor& factor, const void* x, Type type, int64_t rows, void* y);
 
 // mlx's fast rms_norm over the last axis; weight (D,) or none.
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice stream);

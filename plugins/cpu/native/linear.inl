@@ -134,7 +134,7 @@ static inline void step(vec (&acc)[MR][NR], const float* const* x, int64_t k, De
 template <int MR, int NR>
 struct Chains {
   vec now[MR][NR];
-  inline void take(const vec (&acc)[MR][BLOCK], int64_t j, bool begin) {
+  [[gnu::always_inline]] inline void take(const vec (&acc)[MR][BLOCK], int64_t j, bool begin) {
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++)
 #pragma GCC unroll 8
@@ -146,7 +146,7 @@ struct Chains {
       for (int c = 0; c < NR; c++) now[i][c] = acc[i][j + c];
   }
   // At their end they are folded: columns before j have been taken out of where that puts them.
-  inline void put_back(vec (&acc)[MR][BLOCK], int64_t j, bool end) const {
+  [[gnu::always_inline]] inline void put_back(vec (&acc)[MR][BLOCK], int64_t j, bool end) const {
     if (FOLDS && end) {
 #pragma GCC unroll 8
       for (int i = 0; i < MR; i++) acc[i][j / NR] = fold<NR>(now[i]);
@@ -379,6 +379,8 @@ static bool pairs(const Weights&, Type) { return false; }
 static bool prepare_pairs(const Weights&, const void*, int64_t, int64_t, float*) { return false; }
 static void product_of_pairs(const Product&, int64_t, int64_t) {}
 static int64_t pair_scratch(const Product&) { return 0; }
+static int64_t lane_floats(const Weights&, int64_t, int64_t) { return 0; }
+static void put_in_lanes(const Weights&, int64_t, int64_t, float*) {}
 #endif
 
 template <class S>
@@ -441,7 +443,7 @@ static bool swapped(const Weights& w) {
 }
 
 static bool direct(const Weights& w, Type type, int64_t K) {
-  if (pairs(w, type)) return w.format == Format::dense && K % (2 * W) == 0;
+  if (pairs(w, type)) return w.format == Format::dense && K % (lane_floats(w, 1, K) ? 2 : 2 * W) == 0;
   return type == Type::f32 && K % W == 0 && !swapped(w);
 }
 

@@ -401,7 +401,10 @@ static void pair_product(const Product& p, int64_t first, int64_t last) {
   }
 }
 
+#include "columns.inl"
+
 static void plain_pair_product(const Product& p, int64_t first, int64_t last) {
+  if (columns_in_lanes(p.w, p.K)) return lane_product(p, first, last);
   for (int64_t n = first; n < last; n += BLOCK) {
     all_pair_rows(p, PairPlainBlock{p, static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes}, n, last - n < BLOCK ? last - n : BLOCK);
   }
@@ -512,7 +515,8 @@ static bool prepare_pairs(const Weights& w, const void* x, int64_t stride, int64
   const uint16_t* from = static_cast<const uint16_t*>(x);
   if (w.format == Format::dense) {
     uint16_t* to = reinterpret_cast<uint16_t*>(out);
-    for (int64_t k = 0; k < K; k++) to[k] = from[k * stride];
+    if (stride == 1) memcpy(to, from, size_t(2 * K));
+    for (int64_t k = 0; stride != 1 && k < K; k++) to[k] = from[k * stride];
     for (int64_t k = K; k < rounded_up(K, PAIRS); k++) to[k] = 0;
     return true;
   }
@@ -525,6 +529,6 @@ static void product_of_pairs(const Product& p, int64_t first, int64_t last) {
 }
 
 static int64_t pair_scratch(const Product& p) {
-  if (p.w.format == Format::dense) return 0;
+  if (p.w.format == Format::dense) return columns_in_lanes(p.w, p.K) && !p.w.lanes ? LANE_COLUMNS * pairs_of(p.K) : 0;
   return with_pairs(p.w, [&]<class D, int group>() { return scale_floats<D, group>(p); });
 }

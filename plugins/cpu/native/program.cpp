@@ -14,21 +14,27 @@ namespace {
 
 constexpr int64_t SCRATCH = 4 << 20;      // bytes of registers at a time, which the caches should hold
 constexpr int64_t FEWEST = 64;            // rows at a time all the same: every block decodes the weights anew
-constexpr int64_t SERIAL = 40'000;        // elements below which waking a thread costs more than it saves
+constexpr int64_t SERIAL = 4'000;         // additions below which sharing rows among threads costs more than it saves
+constexpr int64_t SMALL = 8'192;          // weights of a layer that every row is multiplied with on its own
+constexpr int64_t ROWS = 8;               // at a time, of operations in a row
 
-thread_local Buffer registers_buffer, waves_buffer;
+thread_local Buffer registers_buffer;
 
-// What the cosines and sines in `waves_buffer` are of: layers of a model mostly turn the same rows by the same angles.
-struct Angles {
+// Cosines and sines of rows: layers of a model mostly turn the same rows by the same few angles.
+struct Waves {
   const Kernels* kernels = nullptr;
   Type type{};
   float scale = 0;
   int64_t first = 0, rows = 0, L = 0;
   std::vector<int> offsets;
   std::vector<float> wavelengths;  // inverse ones
-  bool operator==(const Angles&) const = default;
+  Buffer values;
+  const float* cosines = nullptr;  // (2, rows, pitch), sines behind them
+  uint64_t used = 0;
 };
-thread_local Angles angles_held;
+constexpr size_t WAVES = 4;  // kept, but for those of one run of operations
+thread_local std::vector<std::unique_ptr<Waves>> waves_kept;
+thread_local uint64_t waves_asked = 0;
 
 mx::array held(const mx::array& a) {
   mx::array whole = mx::contiguous(a);
@@ -141,7 +147,7 @@ Program::Program(mx::Dtype dtype) : dtype_(dtype) {
 
 int Program::add(int64_t width, mx::Dtype dtype) {
   if (width < 1) refuse("width", text(width), "a positive number");
-  registers_.push_back({width, dtype});
+  registers_.push_back({width, dtype, stored_type(dtype).value_or(Type::f32)});
   return int(registers_.size()) - 1;
 }
 
@@ -211,7 +217,7 @@ int Program::norm(int from, const std::optional<mx::array>& weight, float eps, i
   }
   const int to = add(source.width, weight ? mx::promote_types(source.dtype, weight->dtype()) : source.dtype);
   Stage& s = stage(Kind::norm, from, from, to);
-  s.weight = held(weight), s.number = eps, s.size = size;
+  s.weight = held(weight), s.weight_type = weight ? *stored_type(weight->dtype()) : Type::f32, s.number = eps, s.size = size;
   return to;
 }
 
@@ -462,120 +468,200 @@ void Program::run(const std::vector<mx::array>& inputs, const Call& call, std::v
   }
 }
 
+// The layers that read what stage i reads, up to the first that is not one of them.
+size_t Program::layers_from(size_t i) const {
+  size_t end = i;
+  while (end < stages_.size() && stages_[end].kind == Kind::linear && stages_[end].a == stages_[i].a) end++;
+  return end;
+}
+
+// Where the operations end that do with every row something of its own, from stage i on.
+size_t Program::rows_end(size_t i) const {
+  while (i < stages_.size()) {
+    const Kind kind = stages_[i].kind;
+    if (kind == Kind::attend || kind == Kind::look || kind == Kind::choose) return i;
+    if (kind != Kind::linear) {
+      i++;
+      continue;
+    }
+    const size_t end = layers_from(i);
+    int64_t weights = 0;
+    for (size_t l = i; l < end; l++) weights += stages_[l].factor->product.N * stages_[l].factor->product.K;
+    if (weights > SMALL) return i;
+    i = end;
+  }
+  return i;
+}
+
 // Runs the stages over rows that lie together in every register.
 void Program::block(const Block& b, const Call& call) const {
-  const Kernels& k = kernels();
-  char* const* data = b.data;
-  const int64_t rows = b.rows;
-  for (size_t i = 0; i < stages_.size(); i++) {
-    const Stage& s = stages_[i];
-    const Register &from = registers_[size_t(s.a)], &to = registers_[size_t(s.to)];
-    if (s.kind == Kind::embed) {
-      const int32_t* ids = reinterpret_cast<const int32_t*>(data[s.a]);
-      auto one = [&](int64_t r) { read_row(*s.table, ids[r], data[s.to] + r * to.width * int64_t(mx::size_of(to.dtype))); };
-      if (rows * to.width < SERIAL) {
-        for (int64_t r = 0; r < rows; r++) one(r);
-      } else {
-        parallel_for(rows, one);
-      }
-      continue;
-    }
-    const Type type = *stored_type(from.dtype);
+  for (size_t i = 0; i < stages_.size();) {
+    const size_t end = rows_end(i);
+    const bool stores = end < stages_.size() && stages_[end].kind == Kind::attend;
+    if (end > i || stores) by_rows(i, end + stores, b, call);
+    if (end == stages_.size()) return;
+    const Stage& s = stages_[end];
+    const Register& from = registers_[size_t(s.a)];
+    i = end + 1;
     if (s.kind == Kind::choose) {
-      std::vector<float> largest(static_cast<size_t>(rows));
-      choose_rows(data[s.a], type, rows, from.width, call.limit ? call.limit : from.width, reinterpret_cast<int32_t*>(data[s.to]), largest.data());
-      continue;
-    }
-    if (s.kind == Kind::join) {
-      const int64_t item = int64_t(mx::size_of(to.dtype)), left = from.width * item, right = (to.width - from.width) * item;
-      for (int64_t r = 0; r < rows; r++) {
-        memcpy(data[s.to] + r * (left + right), data[s.a] + r * left, size_t(left));
-        memcpy(data[s.to] + r * (left + right) + left, data[s.b] + r * right, size_t(right));
-      }
-      continue;
-    }
-    const Type y_type = *stored_type(to.dtype);
-    if (s.kind == Kind::linear) {
-      std::vector<Factored> together{{s.factor.get(), data[s.to]}};
-      for (; i + 1 < stages_.size() && stages_[i + 1].kind == Kind::linear && stages_[i + 1].a == s.a; i++) {
-        together.push_back({stages_[i + 1].factor.get(), data[stages_[i + 1].to]});
-      }
-      multiply_rows(together, data[s.a], type, rows);
-      continue;
-    }
-    if (s.kind == Kind::rotate) {
-      turn(s, b, call);
-      continue;
-    }
-    if (s.kind == Kind::attend || s.kind == Kind::look) {
-      if (s.kind == Kind::attend) store(s, b, call.own);
-      attend(s, b, s.kind == Kind::attend ? call.own : call.lent[size_t(s.place)]);
-      continue;
-    }
-    // in pieces of whole vectors: how they are cut never changes a result
-    const int64_t unit = s.kind == Kind::norm ? s.size : s.kind == Kind::scale ? to.width : 1024, all = rows * to.width;
-    const int64_t enough = s.kind == Kind::combine && (s.op == Rowwise::silu || s.op == Rowwise::gelu) ? SERIAL / 8 : SERIAL;
-    const int64_t units = (all + unit - 1) / unit, step = std::max<int64_t>(1, enough / 4 / unit);
-    auto piece = [&](int64_t p) {
-      const int64_t first = p * step * unit, last = std::min(all, (p + 1) * step * unit);
-      const int64_t item = int64_t(mx::size_of(from.dtype)), y_item = int64_t(mx::size_of(to.dtype));
-      if (s.kind == Kind::combine) {
-        k.rowwise(s.op, data[s.a] + first * item, data[s.b] + first * item, type, last - first, data[s.to] + first * y_item);
-        return;
-      }
-      if (s.kind == Kind::scale) {
-        for (int64_t e = first; e < last; e += to.width) {
-          k.rowwise(Rowwise::multiply, data[s.a] + e * item, s.weight->data<char>(), type, to.width, data[s.to] + e * item);
-        }
-        return;
-      }
-      const void* weight = s.weight ? s.weight->data<char>() : nullptr;
-      const Type w_type = s.weight ? *stored_type(s.weight->dtype()) : Type::f32;
-      for (int64_t e = first; e < last; e += s.size) {
-        k.rms(data[s.a] + e * item, type, 1, weight, w_type, s.size, s.number, data[s.to] + e * y_item, y_type);
-      }
-    };
-    if (all < enough) {
-      for (int64_t p = 0; p * step < units; p++) piece(p);
+      std::vector<float> largest(static_cast<size_t>(b.rows));
+      const int64_t limit = call.limit ? call.limit : from.width;
+      choose_rows(b.data[s.a], from.type, b.rows, from.width, limit, reinterpret_cast<int32_t*>(b.data[s.to]), largest.data());
+    } else if (s.kind == Kind::linear) {
+      thread_local std::vector<Factored> together;
+      together.clear();
+      for (i = end; i < layers_from(end); i++) together.push_back({stages_[i].factor.get(), b.data[stages_[i].to]});
+      multiply_rows(together, b.data[s.a], from.type, b.rows);
     } else {
-      parallel_for((units + step - 1) / step, piece);
+      attend(s, b, s.kind == Kind::attend ? call.own : call.lent[size_t(s.place)]);
     }
   }
 }
 
-// Rotates heads.
-void Program::turn(const Stage& s, const Block& b, const Call& call) const {
+// Additions that take as long as what a stage does with one row.
+int64_t Program::effort(const Stage& s) const {
+  const int64_t width = registers_[size_t(s.to)].width;
+  switch (s.kind) {
+    case Kind::linear: return s.factor->product.N * s.factor->product.K / 8;
+    case Kind::norm: return 2 * width;
+    case Kind::rotate: return 4 * width;
+    case Kind::combine: return s.op == Rowwise::silu || s.op == Rowwise::gelu ? 4 * width : width;
+    default: return width;
+  }
+}
+
+// Runs stages `begin` to `end` row by row; of an attention, that is what it stores.
+void Program::by_rows(size_t begin, size_t end, const Block& b, const Call& call) const {
+  thread_local std::vector<const float*> waves;
+  int64_t work = 0;
+  waves.assign(end - begin, nullptr);
+  const uint64_t asked = ++waves_asked;
+  for (size_t i = begin; i < end; i++) {
+    if (stages_[i].kind == Kind::rotate) waves[i - begin] = turns(stages_[i], b, call, asked);
+    work += effort(stages_[i]);
+  }
+  const float* const* turned = waves.data();
+  if (b.rows * work < SERIAL) return some_rows(begin, end, b, call, turned, 0, b.rows);
+  if (b.rows < threads()) {  // no thread would find a row
+    for (size_t i = begin; i < end; i++) in_parts(i, b, call, turned + (i - begin));
+    return;
+  }
+  const int64_t step = std::min(ROWS, (b.rows + 2 * threads() - 1) / (2 * threads()));
+  parallel_for((b.rows + step - 1) / step, [&](int64_t i) {
+    some_rows(begin, end, b, call, turned, i * step, std::min(b.rows, (i + 1) * step));
+  });
+}
+
+// One stage over few rows, divided among the threads where its elements do not depend on each other.
+void Program::in_parts(size_t i, const Block& b, const Call& call, const float* const* turned) const {
+  const Stage& s = stages_[i];
+  const int64_t all = b.rows * registers_[size_t(s.to)].width, unit = s.kind == Kind::norm ? s.size : 1024;  // whole vectors
+  const bool divides = s.kind == Kind::combine || (s.kind == Kind::norm && s.size < all);
+  if (!divides || b.rows * effort(s) < SERIAL) return some_rows(i, i + 1, b, call, turned, 0, b.rows);
+  const int64_t step = std::max<int64_t>(1, SERIAL / 4 / unit) * unit;
+  parallel_for((all + step - 1) / step, [&](int64_t p) { some_elements(s, b, p * step, std::min(all, (p + 1) * step)); });
+}
+
+// Elements `first` to `last` of a combination, or of a norm.
+void Program::some_elements(const Stage& s, const Block& b, int64_t first, int64_t last) const {
   const Kernels& k = kernels();
-  char* const* data = b.data;
-  const int64_t rows = b.rows;
-  const Register& from = registers_[size_t(s.a)];
-  const Type type = *stored_type(from.dtype);
-  const int64_t half = s.dims / 2, pitch = (half + k.width - 1) / k.width * k.width, item = int64_t(mx::size_of(from.dtype));
-  float* cosines = waves_buffer.floats(size_t(3 * rows * pitch + 16));
-  float *sines = cosines + rows * pitch, *angles = sines + rows * pitch;
+  const Register &from = registers_[size_t(s.a)], &to = registers_[size_t(s.to)];
+  const Type type = from.type, y_type = to.type;
+  const int64_t item = type == Type::f32 ? 4 : 2, y_item = y_type == Type::f32 ? 4 : 2;
+  if (s.kind == Kind::combine) {
+    k.rowwise(s.op, b.data[s.a] + first * item, b.data[s.b] + first * item, type, last - first, b.data[s.to] + first * y_item);
+    return;
+  }
+  const void* weight = s.weight ? s.weight->data<char>() : nullptr;
+  k.rms(b.data[s.a] + first * item, type, (last - first) / s.size, 1, weight, s.weight_type, s.size, s.number, b.data[s.to] + first * y_item, y_type);
+}
+
+// Stages `begin` to `end` over rows `first` to `last`, on this thread alone.
+void Program::some_rows(size_t begin, size_t end, const Block& b, const Call& call, const float* const* turned, int64_t first, int64_t last) const {
+  const Kernels& k = kernels();
+  for (size_t i = begin; i < end; i++) {
+    const Stage& s = stages_[i];
+    const Register &from = registers_[size_t(s.a)], &to = registers_[size_t(s.to)];
+    const int64_t item = from.type == Type::f32 ? 4 : 2, y_item = to.type == Type::f32 ? 4 : 2;  // ids have four bytes
+    const char* x = b.data[s.a] + first * from.width * item;
+    char* y = b.data[s.to] + first * to.width * y_item;
+    switch (s.kind) {
+      case Kind::norm:
+      case Kind::combine: some_elements(s, b, first * to.width, last * to.width); break;
+      case Kind::linear: multiply_here(*s.factor, x, from.type, last - first, y); break;
+      case Kind::rotate: turn(s, b, turned[i - begin], first, last); break;
+      case Kind::attend: store(s, b, call.own, first, last); break;
+      case Kind::embed:
+        for (int64_t r = first; r < last; r++, y += to.width * y_item) read_row(*s.table, reinterpret_cast<const int32_t*>(b.data[s.a])[r], y);
+        break;
+      case Kind::scale:
+        for (int64_t r = first; r < last; r++, x += from.width * item, y += to.width * y_item) {
+          k.rowwise(Rowwise::multiply, x, s.weight->data<char>(), from.type, to.width, y);
+        }
+        break;
+      case Kind::join: {
+        const int64_t left = from.width * item, right = (to.width - from.width) * item;
+        const char* second = b.data[s.b] + first * right;
+        for (int64_t r = first; r < last; r++, x += left, second += right, y += left + right) {
+          memcpy(y, x, size_t(left));
+          memcpy(y + left, second, size_t(right));
+        }
+        break;
+      }
+      case Kind::look:
+      case Kind::choose: break;  // never among them
+    }
+  }
+}
+
+// Cosines of all rows, and behind them sines, as a rotation needs them.
+const float* Program::turns(const Stage& s, const Block& b, const Call& call, uint64_t asked) const {
+  const Kernels& k = kernels();
+  const Type type = registers_[size_t(s.a)].type;
+  const int64_t half = s.dims / 2, pitch = (half + k.width - 1) / k.width * k.width;
   const float* per_pair = s.weight->data<float>();
-  std::vector<int> offsets{call.offset};  // one for all, or one per batch
-  if (call.offsets) offsets.resize(call.offsets->size());
+  thread_local std::vector<int> offsets;  // one for all, or one per batch
+  offsets.assign(call.offsets ? call.offsets->size() : 1, call.offset);
   for (size_t i = 0; call.offsets && i < offsets.size(); i++) offsets[i] = call.offsets->data<int32_t>()[int64_t(i) * call.offsets->strides(0)];
-  Angles wanted{&k, type, s.number, b.first, rows, b.L, offsets, {per_pair, per_pair + half}};
-  const bool fresh = wanted != angles_held;
-  angles_held = std::move(wanted);
-  auto one = [&](int64_t r) {
-    if (fresh) {
-      const int64_t batch = (b.first + r) / b.L, l = (b.first + r) % b.L;
-      const float position = (float(l) + float(offsets[offsets.size() == 1 ? 0 : size_t(batch)])) * s.number;
-      for (int64_t i = 0; i < half; i++) angles[r * pitch + i] = position * per_pair[i];
-      k.waves(angles + r * pitch, half, type, cosines + r * pitch, sines + r * pitch);
-      for (int64_t i = half; i < pitch; i++) cosines[r * pitch + i] = sines[r * pitch + i] = 0;
-    }
-    for (int64_t e = r * from.width; e < (r + 1) * from.width; e += s.size) {
-      k.rotate({data[s.a] + e * item, data[s.to] + e * item, type, 1, s.dims, s.size, s.neighbours, cosines + r * pitch, sines + r * pitch});
-    }
+  auto alike = [&](const Waves& w) {
+    return w.kernels == &k && w.type == type && w.scale == s.number && w.first == b.first && w.rows == b.rows && w.L == b.L &&
+           w.offsets == offsets && std::equal(w.wavelengths.begin(), w.wavelengths.end(), per_pair, per_pair + half);
   };
-  if (rows * from.width < SERIAL) {
-    for (int64_t r = 0; r < rows; r++) one(r);
-  } else {
-    parallel_for(rows, one);
+  Waves* oldest = nullptr;
+  for (auto& one : waves_kept) {
+    if (alike(*one)) {
+      one->used = asked;
+      return one->cosines;
+    }
+    if (!oldest || one->used < oldest->used) oldest = one.get();
+  }
+  if (waves_kept.size() < WAVES || oldest->used == asked) oldest = waves_kept.emplace_back(std::make_unique<Waves>()).get();
+  Waves& w = *oldest;
+  w.kernels = &k, w.type = type, w.scale = s.number, w.first = b.first, w.rows = b.rows, w.L = b.L;
+  w.offsets = offsets, w.wavelengths.assign(per_pair, per_pair + half), w.used = asked;
+  float *cosines = w.values.floats(size_t(3 * b.rows * pitch + 16)), *sines = cosines + b.rows * pitch, *angles = sines + b.rows * pitch;
+  w.cosines = cosines;
+  for (int64_t r = 0; r < b.rows; r++, cosines += pitch, sines += pitch) {
+    const int64_t batch = (b.first + r) / b.L, l = (b.first + r) % b.L;
+    const float position = (float(l) + float(offsets[offsets.size() == 1 ? 0 : size_t(batch)])) * s.number;
+    for (int64_t i = 0; i < half; i++) angles[i] = position * per_pair[i];
+    k.waves(angles, half, type, cosines, sines);
+    for (int64_t i = half; i < pitch; i++) cosines[i] = sines[i] = 0;
+  }
+  return w.cosines;
+}
+
+// Rotates the heads of rows `first` to `last`.
+void Program::turn(const Stage& s, const Block& b, const float* cosines, int64_t first, int64_t last) const {
+  const Kernels& k = kernels();
+  const Register& from = registers_[size_t(s.a)];
+  const Type type = from.type;
+  const int64_t pitch = (s.dims / 2 + k.width - 1) / k.width * k.width, item = type == Type::f32 ? 4 : 2;
+  const float* sines = cosines + b.rows * pitch;
+  for (int64_t r = first; r < last; r++) {
+    for (int64_t e = r * from.width; e < (r + 1) * from.width; e += s.size) {
+      k.rotate({b.data[s.a] + e * item, b.data[s.to] + e * item, type, 1, s.dims, s.size, s.neighbours, cosines + r * pitch, sines + r * pitch});
+    }
   }
 }
 
@@ -592,11 +678,11 @@ void Program::Store::lies_in(const mx::array& k, const mx::array& v) {
   keys = lie(0, k, key_strides), values = lie(1, v, value_strides);
 }
 
-// Stores the keys and values of a block.
-void Program::store(const Stage& s, const Block& b, const Store& into) const {
+// Stores the keys and values of rows `first` to `last`.
+void Program::store(const Stage& s, const Block& b, const Store& into, int64_t first, int64_t last) const {
   const Register &key = registers_[size_t(s.b)], &value = registers_[size_t(s.c)];
   const int64_t D = key.width / s.key_heads, Dv = value.width / s.key_heads, item = int64_t(mx::size_of(key.dtype));
-  for (int64_t r = 0; r < b.rows; r++) {
+  for (int64_t r = first; r < last; r++) {
     for (int64_t h = 0; h < s.key_heads; h++) {
       const int64_t row = into.start + b.first + r;
       memcpy(into.keys + (h * into.key_strides[0] + row * into.key_strides[1]) * item, b.data[s.b] + (r * key.width + h * D) * item, size_t(D * item));

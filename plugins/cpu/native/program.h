@@ -97,6 +97,7 @@ class Program {
   struct Register {
     int64_t width;
     mx::Dtype dtype;
+    Type type;  // of activations
   };
   struct Port {
     int place, heads;
@@ -111,6 +112,7 @@ class Program {
     int dims;
     bool neighbours;
     std::optional<mx::array> weight;  // of a norm, or inverse wavelengths
+    Type weight_type;                 // of a norm
     std::unique_ptr<Factor> factor;
     std::unique_ptr<Table> table;
   };
@@ -127,9 +129,17 @@ class Program {
     char* const* data;
     int64_t first, rows, L;
   };
+  size_t layers_from(size_t i) const;
+  size_t rows_end(size_t i) const;
+  int64_t effort(const Stage& s) const;
   void block(const Block& b, const Call& call) const;
-  void turn(const Stage& s, const Block& b, const Call& call) const;
-  void store(const Stage& s, const Block& b, const Store& into) const;
+  void by_rows(size_t begin, size_t end, const Block& b, const Call& call) const;
+  void in_parts(size_t i, const Block& b, const Call& call, const float* const* turned) const;
+  void some_elements(const Stage& s, const Block& b, int64_t first, int64_t last) const;
+  void some_rows(size_t begin, size_t end, const Block& b, const Call& call, const float* const* turned, int64_t first, int64_t last) const;
+  const float* turns(const Stage& s, const Block& b, const Call& call, uint64_t asked) const;
+  void turn(const Stage& s, const Block& b, const float* cosines, int64_t first, int64_t last) const;
+  void store(const Stage& s, const Block& b, const Store& into, int64_t first, int64_t last) const;
   void attend(const Stage& s, const Block& b, const Store& over) const;
 
   bool attends_ = false;

@@ -20,6 +20,8 @@ static constexpr Kernels table(const char* name) {
       .prepare = prepare,
       .pairs = pairs,
       .prepare_pairs = prepare_pairs,
+      .lane_floats = lane_floats,
+      .put_in_lanes = put_in_lanes,
       .width = W,
       .direct = direct,
       .rms = rms,

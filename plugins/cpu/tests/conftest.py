@@ -16,6 +16,8 @@ from mlx_spec_cpu.native import ready
 AVAILABLE, STATE = ready()
 NEEDS_LIBRARY = (
     "test_linear.py",
+    "test_columns.py",
+    "test_recipe_rows.py",
     "test_inputs.py",
     "test_pool.py",
     "test_norm.py",
