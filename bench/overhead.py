@@ -41,10 +41,11 @@ from mlx_spec.types import Draft
 
 GOAL = 0.02
 HOOK_CALLS = 4  # propose, verify, rollback of the target, rollback of the drafter
-# part -> (owner, attribute); "draft" and "verify" build the models' graphs, "wait" is the device
+# part -> (owner, attribute); "draft" and "verify" build the models' graphs, "wait" is the device. A round ends with the
+# drafts and the verify of the next one.
 PARTS: dict[str, tuple[Any, str]] = {
     "draft": (mlx_spec.advance, "propose"),
-    "verify": (mlx_spec.advance, "verify"),
+    "verify": (mlx_spec.advance, "launch"),
     "accept: build": (mlx_spec.judge, "accept"),
     "wait": (mlx_spec.accept.GreedyBlock, "read"),
     "accept: unpack": (mlx_spec.accept, "unpack"),
@@ -52,7 +53,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "rollback": (mlx_spec.advance, "settle"),
     "rollback drafter": (Advancer, "_rollback_drafter"),
     "commit": (mlx_spec.advance, "commit"),
-    "emit": (Advancer, "_settle"),
+    "emit": (Advancer, "_tell"),
     "observe": (Advancer, "_observe"),
     "budget": (Advancer, "_budget"),
     "round": (Advancer, "_round"),
@@ -136,7 +137,7 @@ def measure(pair: Pair, texts: list[list[int]], options: argparse.Namespace) -> 
             generate(pair, prompt, None, options.tokens, ignore_eos=True, adaptive=False)
         rounds.append(meter.per_round_us())
     parts = {name: round(statistics.median(r[name] for r in rounds), 1) for name in PARTS}
-    shares = [(sum(r[name] for name in CORE_PARTS) + dispatch + device) / (r["round"] + r["budget"]) for r in rounds]
+    shares = [(sum(r[name] for name in CORE_PARTS) + dispatch + device) / r["round"] for r in rounds]
     return {
         "share": describe(shares, 4),
         "round_us": describe([r["round"] for r in rounds], 1),

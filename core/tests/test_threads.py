@@ -229,7 +229,7 @@ def test_an_interrupt_ends_the_lane_and_nothing_else(monkeypatch):
     engine.step()
     real = engine._advancer.step
 
-    def interrupted(more_waiting):
+    def interrupted(joining):
         monkeypatch.setattr(engine._advancer, "step", real)
         raise KeyboardInterrupt
 

@@ -181,15 +181,19 @@ class GreedyBlock:
     def read(self) -> list[RowResult]:
         """Wait for the device once; `accept_greedy` over plain numbers."""
         mx.eval(self.ids, self.check, self.drafts)
-        found = zip(self.ids.tolist(), self.check.tolist(), self.drafts.tolist(), self.layout.counts, strict=True)
-        packed = []
-        for ids, check, drafts, count in found:
+        counts, vocab = self.layout.counts, self.layout.vocab
+        results = []
+        for ids, check, drafts, count in zip(
+            self.ids.tolist(), self.check.tolist(), self.drafts.tolist(), counts, strict=True
+        ):
             accepted = 0
             while accepted < count and ids[accepted] == drafts[accepted] and isfinite(check[accepted]):
                 accepted += 1
-            flags = 0 if isfinite(check[accepted]) else _BAD_LOGITS
-            packed.append([*ids, accepted, flags, *drafts])
-        return unpack(packed, self.layout)
+            error = "" if isfinite(check[accepted]) else _NOT_FINITE
+            tokens = ids[:accepted] if error else ids[: accepted + 1]
+            drafted = drafts[:count]
+            results.append(RowResult(tokens, accepted, drafted, _outside(drafted, vocab), error))
+        return results
 
 
 @dataclass(slots=True)
@@ -365,17 +369,22 @@ def _unpack_row(values: Sequence[int], b: int, layout: Layout) -> RowResult:
     if flags & _BAD_LOGITS:
         error = layout.errors[b] or _NOT_FINITE
     emitted = list(values[: accepted if error else accepted + 1])
-    fault = ""
-    outside = [token for token in drafted if not 0 <= token < layout.vocab]
-    if outside:
-        fault = f"drafted id {outside[0]} is outside 0..{layout.vocab - 1}"
-    elif flags & _BAD_Q:
+    fault = _outside(drafted, layout.vocab)
+    if not fault and flags & _BAD_Q:
         fault = "a drafted token cannot have been drawn from the distribution given for it"
     logprobs = None
     count = layout.asked[b]
     if count is not None:
         logprobs = [_logprob(values, i, token, count, layout) for i, token in enumerate(emitted)]
     return RowResult(emitted, accepted, drafted, fault, error, logprobs)
+
+
+def _outside(drafted: Sequence[int], vocab: int) -> str:
+    """Which drafted id is none, in words; "" when all are."""
+    if not drafted or (min(drafted) >= 0 and max(drafted) < vocab):
+        return ""
+    first = next(token for token in drafted if not 0 <= token < vocab)
+    return f"drafted id {first} is outside 0..{vocab - 1}"
 
 
 def _logprob(values: Sequence[int], i: int, token: int, count: int, layout: Layout) -> Logprob:

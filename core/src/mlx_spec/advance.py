@@ -7,20 +7,20 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import mlx.core as mx
+
 from . import diagnostics
-from .emit import Emission, settle_row
+from .emit import Kept, cut_row, tell_row
 from .errors import RequestError
-from .governor import FixedGovernor, Governor, choose_together
+from .governor import choose_together
 from .judge import Judge
 from .membership import join_lanes, leave_lane, single_lane
 from .plain import PlainRun
-from .request import Event, Request, Result, Row
-from .rounds import Clock, DraftFault, RoundHooks, commit, propose, settle, verify
+from .request import Event, Result, Row
+from .rounds import Clock, DraftFault, Flight, RoundHooks, commit, land, launch, propose, settle
 from .types import RoundRecord
 
 if TYPE_CHECKING:
-    import mlx.core as mx
-
     from .accept import RowResult
     from .lane import Lane
     from .pair import Pair
@@ -47,55 +47,11 @@ class Advancer:
         self._empty = 0  # proposes in a row that drafted nothing
         self._reported: set[str] = set()
         self._fresh_company = True  # timings of the first round after a change say nothing about K
-        self._span_started = 0.0
+        self._span_started = 0.0  # of the plain step or round that is under way
         self._cleared = 0
+        self._late: Exception | None = None  # of what was begun early: raised by the step it was for
 
     # -- rows -------------------------------------------------------------------------------------------
-
-    def new_row(self, request: Request) -> Row:
-        """A row for `request`, with its own governor, stops and text stream."""
-        from .text import TextStream
-
-        pair = self.pair
-        sampling = request.sampling
-        ends = frozenset() if request.ignore_eos else pair.end_ids
-        stops = ends | frozenset(sampling.stop_ids)
-        text = None if pair.tokenizer is None else TextStream(pair.tokenizer, sampling.stop, stops, sampling.min_tokens)
-        if text is not None:
-            stops |= text.stop_ids
-        room = pair.target.context - len(request.prompt)
-        row = Row(request, self._governor(request), text, stops, max(0, min(request.max_tokens, room)))
-        self._describe(row)
-        return row
-
-    def _governor(self, request: Request) -> FixedGovernor | Governor | None:
-        from .settings import get_settings
-
-        plan = self.pair.plan
-        if not (plan.active and request.speculative):
-            return None
-        width = plan.block_size if request.block_size is None else min(plan.block_size, request.block_size)
-        if width < 2:
-            return None
-        if not (request.adaptive and get_settings().governor):
-            return FixedGovernor(width - 1)
-        if request.sampling.reply_follows_rounds:  # K from this request's accepted counts and typical costs alone
-            return Governor(width - 1, reproducible=True)
-        return Governor(width - 1, self.pair.costs)
-
-    def _describe(self, row: Row) -> None:
-        plan, report = self.pair.plan, row.report
-        report.requested = plan.requested
-        report.method = plan.requested if row.governor is not None else "none"
-        report.active = row.governor is not None
-        report.block_size = plan.block_size if row.governor is not None else 1
-        report.block_size_from = plan.block_size_from
-        report.exactness = plan.level
-        report.per_row_accepts = plan.per_row_accepts
-        row.timings.draft_kind = report.method
-        report.reason = (
-            plan.reason if row.governor is not None or not plan.active else "the request turned drafting off"
-        )
 
     def join(self, work: Prefill) -> None:
         """Take a prefilled row in, between rounds."""
@@ -108,26 +64,75 @@ class Advancer:
 
     def drop_all(self) -> list[Row]:
         """Forget the lane (after an error of the target); returns the rows that were in it."""
-        rows, self.rows, self.lane, self._plain, self._arrivals = self.rows, [], None, None, []
+        rows, self.rows, self.lane, self._plain, self._arrivals, self._late = self.rows, [], None, None, [], None
         return rows
 
     # -- one step ---------------------------------------------------------------------------------------
 
-    def step(self, more_waiting: bool = False) -> list[tuple[Row, Event]]:
-        """One plain step or one round for every row; returns what each row may now show."""
-        if self._plain is None:
+    def step(self, joining: bool = False) -> list[tuple[Row, Event]]:
+        """One plain step or one round for every row; returns what each row may now show.
+
+        joining: a request is about to join.
+        """
+        if self._late is not None:
+            raise self._late
+        if not self._under_way:
             self._change_company()
         gone = self._leave_finished()
         if gone or self.lane is None:
             return gone
         rows = self._lane_rows()
         self._start_clocks(rows)
-        if self._plain is None:
-            budget = self._budget(rows)
-            if any(budget):
-                return self._round(rows, budget)
-            self._start_plain(rows, more_waiting)
-        return self._plain_step(rows)
+        if not self._under_way:
+            self._begin(rows)
+        return self._plain_step(rows) if self.lane.flight is None else self._round(rows, self.lane.flight, joining)
+
+    @property
+    def _under_way(self) -> bool:
+        """True when the next step was begun by the last one."""
+        return self._plain is not None or (self.lane is not None and self.lane.flight is not None)
+
+    def _begin(self, rows: Sequence[Row]) -> None:
+        """Choose K, start the drafts and build their verify; or start plain steps, where there are no drafts."""
+        lane, clock = self.lane, self.clock
+        if lane is None:
+            raise RuntimeError("a step without a lane")
+        self._span_started = time.perf_counter()
+        budget = self._budget(rows)
+        if not any(budget):
+            self._start_plain(rows)
+            return
+        clock.start()
+        try:
+            draft = propose(lane, self.hooks, budget, self.judge.drawer(rows, lane))
+        except DraftFault as fault:
+            self._faulty(rows, str(fault))
+            return
+        mx.async_eval(draft.tokens)  # drafted while the host builds the verify
+        clock.lap("propose", draft.tokens)
+        self._faults = 0
+        if not any(draft.counts or ()):
+            self._nothing_drafted(rows)
+            return
+        self._empty = 0
+        launch(lane, self.hooks, rows, draft, self.judge, clock)
+
+    def _begin_early(self, rows: Sequence[Row], joining: bool) -> None:
+        """Begin the next step, verify and all, before anybody is told of this one.
+
+        Meanwhile the device works on. Only for a row alone that goes on, with nobody at the door. Then what was begun is what the next step does,
+        in every case but one: the row is cancelled, and all of it goes with the lane. So a drafter never drafts twice
+        from one place, and sees its rollback before it is asked again. A request that arrives meanwhile joins one
+        step later.
+        """
+        if len(rows) > 1 or rows[0].finished or joining or self._arrivals:
+            return
+        try:
+            self._begin(rows)
+            if self.lane is not None and self.lane.flight is not None and self.lane.flight.pending is not None:
+                self.lane.flight.pending.start()
+        except Exception as exc:  # what was committed before is told first
+            self._late = exc
 
     @staticmethod
     def _start_clocks(rows: Sequence[Row]) -> None:
@@ -151,7 +156,10 @@ class Advancer:
                     row.governor.set_costs(self.pair.costs.for_batch(self.lane.size))
 
     def _leave_finished(self) -> list[tuple[Row, Event]]:
-        """Rows that are finished before a round (cancelled, nothing to generate) leave with a last event."""
+        """Rows that are finished before a round (cancelled, nothing to generate) leave with a last event.
+
+        A round that was begun for a row alone goes with it.
+        """
         if self._plain is not None or self.lane is None:
             return []
         done = [i for i, row in enumerate(self._lane_rows()) if row.finished]
@@ -186,12 +194,14 @@ class Advancer:
 
     # -- plain ------------------------------------------------------------------------------------------
 
-    def _start_plain(self, rows: Sequence[Row], more_waiting: bool) -> None:
+    def _start_plain(self, rows: Sequence[Row]) -> None:
         spans = [row.governor.plain_span() for row in rows if row.governor is not None and row.drafting]
-        steps = min([*spans, max(row.remaining for row in rows)])
+        self._run_plain(rows, max(1, min([*spans, max(row.remaining for row in rows)])))
+
+    def _run_plain(self, rows: Sequence[Row], steps: int = 1) -> None:
         if self.lane is None:
             raise RuntimeError("plain step without a lane")
-        self._plain = PlainRun(self.lane, self.hooks, rows, self.judge, max(1, steps))
+        self._plain = PlainRun(self.lane, self.hooks, rows, self.judge, steps)
         self._span_started = time.perf_counter()
 
     def _plain_step(self, rows: Sequence[Row]) -> list[tuple[Row, Event]]:
@@ -209,12 +219,12 @@ class Advancer:
                 lane.tokens[i] = list(row.tokens) if lane.tokens[i] is row.tokens else lane.tokens[i]
                 tokens.append(result.tokens[:1] or [0])
                 continue
-            emission = self._settle(row, result, 0)
+            kept = cut_row(row, result)
             row.timings.plain_steps += 1
             if row.governor is not None:
                 row.governor.observe(0, 0, None if first else seconds)
-            tokens.append(list(emission.tokens))
-            out.append((row, emission.event))
+            tokens.append(list(kept.tokens))
+            out.append((row, self._tell(row, kept)))
         self._commit_plain(lane, rows, keep, tokens, taps, run)
         if any(row.finished for row in rows):
             run.stop()
@@ -245,39 +255,30 @@ class Advancer:
 
     # -- speculative ------------------------------------------------------------------------------------
 
-    def _round(self, rows: Sequence[Row], budget: Sequence[int]) -> list[tuple[Row, Event]]:
-        import mlx.core as mx
-
+    def _round(self, rows: Sequence[Row], flight: Flight, joining: bool) -> list[tuple[Row, Event]]:
         lane, clock = self.lane, self.clock
         if lane is None:
             raise RuntimeError("round without a lane")
-        started = time.perf_counter()
         clock.start()
-        try:
-            draft = propose(lane, self.hooks, budget, self.judge.drawer(rows, lane))
-        except DraftFault as fault:
-            return self._faulty(rows, str(fault))
-        mx.async_eval(draft.tokens)  # drafted while the host builds the verify
-        clock.lap("propose", draft.tokens)
-        self._faults = 0
-        if not any(draft.counts or ()):
-            return self._nothing_drafted(rows)
-        self._empty = 0
-        outcome = verify(lane, self.hooks, rows, draft, self.judge, clock, self.pair.plan.per_row_accepts)
-        emissions = [self._settle(row, r, n) for row, r, n in zip(rows, outcome.rows, draft.counts or (), strict=True)]
+        if flight.pending is None:
+            flight = launch(lane, self.hooks, rows, flight.draft, self.judge, clock)
+        results = land(flight, clock, self.pair.plan.per_row_accepts)
+        kept = [cut_row(row, result) for row, result in zip(rows, results, strict=True)]
         clock.lap("emit")
-        keep = [max(1, len(e.tokens)) for e in emissions]
+        keep = [max(1, len(k.tokens)) for k in kept]
         settle(lane, self.hooks, keep, clock)
-        for i, emission in enumerate(emissions):
-            if not emission.tokens:  # its stand-in token is not part of the reply
+        for i, k in enumerate(kept):
+            if not k.tokens:  # its stand-in token is not part of the reply
                 lane.tokens[i] = list(lane.tokens[i])
-        commit(lane, keep, [list(e.tokens) or [0] for e in emissions], outcome.taps)
+        commit(lane, keep, [k.tokens or (0,) for k in kept], flight.taps)
         self._rollback_drafter(lane, keep)
         clock.lap("commit")
-        self._observe(rows, outcome.rows, draft, emissions, time.perf_counter() - started)
-        out = [(row, e.event) for row, e in zip(rows, emissions, strict=True)]
+        self._observe(rows, results, flight.draft, kept, time.perf_counter() - self._span_started)
+        self._begin_early(rows, joining)
+        clock.start()
+        out = [(row, self._tell(row, k)) for row, k in zip(rows, kept, strict=True)]
         self._remove([i for i, row in enumerate(rows) if row.finished])
-        self._housekeep(sum(len(e.tokens) for e in emissions))
+        self._housekeep(sum(len(k.tokens) for k in kept))
         clock.lap("emit")
         return out
 
@@ -286,14 +287,14 @@ class Advancer:
         rows: Sequence[Row],
         results: Sequence[RowResult],
         draft: Draft,
-        emissions: Sequence[Emission],
+        kept: Sequence[Kept],
         seconds: float,
     ) -> None:
         first, self._fresh_company = self._fresh_company, False
         widest = max(draft.counts or [0])
-        for row, result, emission, count in zip(rows, results, emissions, draft.counts or (), strict=True):
-            accepted = min(result.accepted, len(emission.tokens))
-            row.count_round(RoundRecord(tuple(result.draft_ids), accepted, emission.tokens, count + 1))
+        for row, result, one, count in zip(rows, results, kept, draft.counts or (), strict=True):
+            accepted = min(result.accepted, len(one.tokens))
+            row.count_round(RoundRecord(tuple(result.draft_ids), accepted, one.tokens, count + 1))
             if row.governor is not None:
                 row.governor.observe(count, result.accepted, None if first else seconds, width=widest)
             if result.draft_fault:
@@ -307,16 +308,16 @@ class Advancer:
             self._report(f"drafter rollback raised {type(exc).__name__}: {exc}", self._lane_rows())
             self._stop_drafting(self._lane_rows(), "the drafter could not roll back")
 
-    def _faulty(self, rows: Sequence[Row], reason: str) -> list[tuple[Row, Event]]:
+    def _faulty(self, rows: Sequence[Row], reason: str) -> None:
         self._faults += 1
         self._report(reason, rows)
         if self._faults >= FAULT_LIMIT:
             self._stop_drafting(rows, f"{self._faults} drafter faults in a row")
         if self.lane is not None:
             self._rollback_drafter(self.lane, [1] * self.lane.size)
-        return self._single(rows)
+        self._run_plain(rows)
 
-    def _nothing_drafted(self, rows: Sequence[Row]) -> list[tuple[Row, Event]]:
+    def _nothing_drafted(self, rows: Sequence[Row]) -> None:
         """A few pipelined steps before asking again: the more often nothing came, the more, up to four."""
         self._empty = min(self._empty + 1, 4)
         drafter, lane = self.pair.drafter, self.lane
@@ -329,16 +330,8 @@ class Advancer:
             for row, reason in zip(rows, reasons, strict=False):
                 if reason:
                     row.note_fallback(reason)
-        if any(row.sampling.reply_follows_rounds for row in rows):  # in company it would be asked every time
-            return self._single(rows)
-        return self._single(rows, min(self._empty, max(row.remaining for row in rows)))
-
-    def _single(self, rows: Sequence[Row], steps: int = 1) -> list[tuple[Row, Event]]:
-        if self.lane is None:
-            raise RuntimeError("plain step without a lane")
-        self._plain = PlainRun(self.lane, self.hooks, rows, self.judge, steps)
-        self._span_started = time.perf_counter()
-        return self._plain_step(rows)
+        alone = any(row.sampling.reply_follows_rounds for row in rows)  # in company it would be asked every time
+        self._run_plain(rows, 1 if alone else min(self._empty, max(row.remaining for row in rows)))
 
     def _stop_drafting(self, rows: Sequence[Row], reason: str) -> None:
         for row in rows:
@@ -353,16 +346,14 @@ class Advancer:
 
     # -- shared -----------------------------------------------------------------------------------------
 
-    def _settle(self, row: Row, result: RowResult, drafted: int) -> Emission:
-        emission = settle_row(row, result)
+    def _tell(self, row: Row, kept: Kept) -> Event:
+        event = tell_row(row, kept)
         if row.started is not None:
             row.timings.predicted_ms = (time.perf_counter() - row.started) * 1e3
-        return emission
+        return event
 
     def _housekeep(self, tokens: int) -> None:
         """Release freed buffers every 256 tokens, however many tokens a round commits."""
-        import mlx.core as mx
-
         self._cleared += tokens
         if self._cleared >= 256:
             self._cleared %= 256

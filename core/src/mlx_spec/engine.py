@@ -20,6 +20,7 @@ from .errors import SpecError
 from .intake import check_request, check_rows
 from .prefill import Prefill
 from .request import Event, Request, Result, Row, next_id
+from .rows import new_row
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class Engine:
             self._advance()
 
     def _new_row(self, handle: Handle) -> Row:
-        return self._advancer.new_row(handle.request)
+        return new_row(self.pair, handle.request)
 
     def _cancel_asked(self) -> None:
         while self._cancelled:
@@ -249,11 +250,16 @@ class Engine:
                 self._prefill = None
                 self._advancer.join(work)
 
+    @property
+    def _joining(self) -> bool:
+        """True when a request is being prefilled, or one waits and there is a row for it."""
+        return self._prefill is not None or bool(self._waiting and len(self._advancer.rows) < self.max_rows)
+
     # -- rounds -----------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         try:
-            emitted = self._advancer.step(more_waiting=bool(self._waiting or self._prefill))
+            emitted = self._advancer.step(joining=self._joining)
         except Exception as exc:  # the lane is in no known state: its requests end, the engine can go on
             for row in self._advancer.drop_all():
                 if row.request.id in self._handles:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from .draft_state import DraftState
     from .models import Drafter, Target
+    from .rounds import Flight
     from .state import StateGroup
     from .state.base import Mark
 
@@ -48,6 +49,7 @@ class Lane:
         fresh: taps of committed rows since the last propose, oldest first, one block per forward; with history
             "last" only the newest. A prompt goes to `Drafter.prime`, its last row alone comes here as well.
         mark: where the target's states stood before the running verify.
+        flight: the verify of a round that was begun, until its commit; its rows are in `states` by then.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, states: StateGroup, draft_state: DraftState | None):
@@ -59,6 +61,7 @@ class Lane:
         self.anchors: mx.array | None = None
         self.fresh: list[TapBlock] = []
         self.mark: Mark | None = None
+        self.flight: Flight | None = None
         self._draw: DrawFn | None = None
 
     @property

@@ -1,7 +1,7 @@
 """One round of a lane: propose, mark, verify, accept, rollback, commit. Nothing about requests' ends.
 
 Invariant between rounds: `lane.states.lengths[b] == len(lane.tokens[b]) - 1`: the anchor is the last
-committed token and is not in the target's state yet.
+committed token and is not in the target's state yet, unless the next verify was launched already (`lane.flight`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+
 from .types import Draft, TapBlock
 
 if TYPE_CHECKING:
-    import mlx.core as mx
-
-    from .accept import RowResult
+    from .accept import AcceptResult, GreedyBlock, GreedyStep, RowResult
     from .judge import Judge
     from .lane import Lane
     from .request import Row
@@ -49,8 +49,6 @@ class Clock:
     def lap(self, phase: str, *arrays: mx.array | None) -> None:
         """Close `phase`; under `sync`, wait for what it produced."""
         if self.sync:
-            import mlx.core as mx
-
             mx.eval([a for a in arrays if a is not None])
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
@@ -63,8 +61,6 @@ class DraftFault(Exception):
 
 def checked_draft(draft: Draft | None, lane: Lane, budget: Sequence[int]) -> Draft:
     """A draft whose shapes and counts can be trusted, or DraftFault naming the fault."""
-    import mlx.core as mx
-
     if draft is None:
         raise DraftFault("drafter returned nothing")
     tokens = draft.tokens
@@ -80,18 +76,16 @@ def checked_draft(draft: Draft | None, lane: Lane, budget: Sequence[int]) -> Dra
     counts = [min(c, b) for c, b in zip(counts, budget, strict=True)]
     longest = max(counts)
     probs = draft.probs
-    if probs is not None:
-        if probs.ndim != 3 or probs.shape[:2] != tokens.shape:
-            raise DraftFault(f"draft probs: found shape {probs.shape}, expected {tokens.shape} + (V,)")
-        probs = probs[:, :longest]
-    return Draft(tokens[:, :longest].astype(mx.int32), counts, probs, draft.confidence)
+    if probs is not None and (probs.ndim != 3 or probs.shape[:2] != tokens.shape):
+        raise DraftFault(f"draft probs: found shape {probs.shape}, expected {tokens.shape} + (V,)")
+    if longest < width:
+        tokens, probs = tokens[:, :longest], None if probs is None else probs[:, :longest]
+    return Draft(tokens.astype(mx.int32), counts, probs, draft.confidence)
 
 
 def propose(lane: Lane, hooks: RoundHooks, budget: Sequence[int], draw: Any) -> Draft:
     """Ask the drafter; raises DraftFault for everything it may do wrong, with the target untouched."""
-    import mlx.core as mx
-
-    before = lane.states.mark()
+    before = lane.mark = lane.states.mark()
     anchors, rows = lane.anchors, list(lane.tokens)
     lane.bind_draw(draw)
     try:
@@ -119,8 +113,6 @@ def propose(lane: Lane, hooks: RoundHooks, budget: Sequence[int], draw: Any) -> 
 
 def clip_ids(draft: Draft, vocab_size: int) -> Draft:
     """The same draft with ids a forward can look up; acceptance still sees the original ids."""
-    import mlx.core as mx
-
     return Draft(mx.clip(draft.tokens, 0, vocab_size - 1), draft.counts, draft.probs, draft.confidence)
 
 
@@ -138,11 +130,10 @@ def settle(lane: Lane, hooks: RoundHooks, keep: Sequence[int], clock: Clock) -> 
 
 def commit(lane: Lane, keep: Sequence[int], tokens: Sequence[Sequence[int]], taps: dict[str, mx.array]) -> None:
     """Append each row's tokens, move the anchors, and hand the kept taps to the drafter."""
-    import mlx.core as mx
-
     for held, new in zip(lane.tokens, tokens, strict=True):
         list.extend(held, new)  # past the guard that keeps drafters out
     lane.anchors = mx.array([held[-1] for held in lane.tokens], dtype=mx.int32)
+    lane.flight = None
     history = lane.drafter.capabilities.history if lane.drafter is not None else "none"
     if history == "none" or not taps:
         lane.fresh = []
@@ -153,32 +144,47 @@ def commit(lane: Lane, keep: Sequence[int], tokens: Sequence[Sequence[int]], tap
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What a verify said for every row, before stops and limits cut it."""
+class Flight:
+    """A verify that is built and may be under way.
+
+    Attributes:
+        draft: what is verified.
+        pending: the verdict numbers, lazy; None when it has to be built (again).
+        taps: of the verified rows.
+    """
 
     draft: Draft
-    rows: list[RowResult]
-    taps: dict[str, mx.array]
+    pending: AcceptResult | GreedyStep | GreedyBlock | None = None
+    taps: dict[str, mx.array] = field(default_factory=dict)
 
 
-def verify(
-    lane: Lane,
-    hooks: RoundHooks,
-    rows: Sequence[Row],
-    draft: Draft,
-    judge: Judge,
-    clock: Clock,
-    per_row_accepts: bool = True,
-) -> Outcome:
-    """Mark, run the target over [anchor, *draft], and read the verdict numbers with one host sync."""
-    lane.mark = lane.states.mark()
+def launch(lane: Lane, hooks: RoundHooks, rows: Sequence[Row], draft: Draft, judge: Judge, clock: Clock) -> Flight:
+    """Mark, and build the target's forward over [anchor, *draft] and its verdict; waits for nothing."""
+    if lane.mark is None:  # as when it was drafted
+        lane.mark = lane.states.mark()
     positions = [n + 1 for n in lane.lengths]
     seen = hooks.verify(lane=lane, draft=clip_ids(draft, lane.target.vocab_size))
     clock.lap("verify", seen.logits)
-    results = judge.judge(rows, seen.logits, draft, positions)
+    lane.flight = Flight(draft, judge.score(rows, seen.logits, draft, positions), seen.taps)
+    return lane.flight
+
+
+def recall(lane: Lane) -> None:
+    """Take the verify that is under way back out of the target's states; what was drafted stays."""
+    if lane.flight is None or lane.mark is None or lane.flight.pending is None:
+        return
+    lane.states.rewind(lane.mark, [0] * lane.size)
+    lane.mark, lane.flight = None, Flight(lane.flight.draft)
+
+
+def land(flight: Flight, clock: Clock, per_row_accepts: bool = True) -> list[RowResult]:
+    """What a verify says for every row, before stops and limits cut it: the one host sync of a round."""
+    if flight.pending is None:
+        raise RuntimeError("a verify that was not launched cannot land")
+    results = flight.pending.read()
     if not per_row_accepts:
         from .cutting import in_step
 
         results = in_step(results)
     clock.lap("accept")
-    return Outcome(draft, results, seen.taps)
+    return results

@@ -65,6 +65,11 @@ class TextStream:
         self._matchers = [_Matcher(s) for s in strings]
         self._held = ""
 
+    @property
+    def searches(self) -> bool:
+        """True when text can end the reply: there are stop strings."""
+        return bool(self._matchers)
+
     def push(self, ids: Iterable[int]) -> list[Piece]:
         """Consume ids in order; one piece per consumed id.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -80,17 +81,18 @@ class KVState(State):
         return Mark(self.lengths)
 
     def check_rewind(self, mark: Mark, keep: Sequence[int]) -> None:
-        if len(mark.lengths) != len(self._lengths) or len(keep) != len(self._lengths):
-            raise ValueError(f"rewind of {len(self._lengths)} rows got {len(mark.lengths)} marks, {len(keep)} keeps")
-        for b, (start, kept) in enumerate(zip(mark.lengths, keep, strict=True)):
-            if not 0 <= kept <= self._lengths[b] - start:
+        starts, lengths = mark.lengths, self._lengths
+        if len(starts) != len(lengths) or len(keep) != len(lengths):
+            raise ValueError(f"rewind of {len(lengths)} rows got {len(starts)} marks, {len(keep)} keeps")
+        for b, held in enumerate(lengths):
+            if not 0 <= keep[b] <= held - starts[b]:
                 raise ValueError(
-                    f"row {b} cannot keep {kept} rows after its mark at {start}: it holds {self._lengths[b]} positions"
+                    f"row {b} cannot keep {keep[b]} rows after its mark at {starts[b]}: it holds {held} positions"
                 )
 
     def rewind(self, mark: Mark, keep: Sequence[int]) -> None:
         self.check_rewind(mark, keep)
-        self._lengths = [start + kept for start, kept in zip(mark.lengths, keep, strict=True)]
+        self._lengths = list(map(add, mark.lengths, keep))
 
     def extract(self: Self, row: int) -> Self:
         return self.select([row])

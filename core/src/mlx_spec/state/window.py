@@ -82,11 +82,11 @@ class WindowState(KVState):
 
     def check_rewind(self, mark: Mark, keep: Sequence[int]) -> None:
         super().check_rewind(mark, keep)
-        for b, (start, kept) in enumerate(zip(mark.lengths, keep, strict=True)):
-            if start + kept < self._floors[b]:
+        for b, floor in enumerate(self._floors):
+            if mark.lengths[b] + keep[b] < floor:
                 raise ValueError(
-                    f"row {b} of a window of {self.window} cannot go back to {start + kept}: its last mark, or the "
-                    f"last append past max_width {self.max_width}, is at {self._floors[b]}"
+                    f"row {b} of a window of {self.window} cannot go back to {mark.lengths[b] + keep[b]}: its last "
+                    f"mark, or the last append past max_width {self.max_width}, is at {floor}"
                 )
 
     # -- appending -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ..membership import single_lane
 from ..pair import Pair, Plan
 from ..prefill import Prefill
 from ..request import Request, Result
+from ..rows import new_row
 from ..sampling import Sampling
 from ..types import Verification
 from .watch import Proposal, Steer, Watch
@@ -195,8 +196,7 @@ class Rig:
         pair = self.pair(drafter, setup)
         if spoil:
             pair.target = _Spoilt(self.target)  # type: ignore[assignment]
-        engine = Engine(pair, max_rows=1)
-        row = engine._advancer.new_row(Request(list(tokens), GREEDY, 8, ignore_eos=True, adaptive=False))
+        row = new_row(pair, Request(list(tokens), GREEDY, 8, ignore_eos=True, adaptive=False))
         work = Prefill(pair, row)
         while not work.chunk():
             pass
