@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 MEMORY_ROUNDS = 30.0
 DEFAULT_RATE = 0.7  # acceptance of a depth before anything is known
+TRUST = 0.8  # in what earlier requests have taught, the rest goes to the default: another text may follow
 STRENGTH = 3.0  # rounds the prior is worth
 MISSES = 4.0  # refusals in a row, and nothing else, after which what was believed before counts no more
 FADE = 0.99  # a deeper draft is believed slightly less likely than the one before it
@@ -16,13 +17,13 @@ class AcceptanceEstimate:
 
     Args:
         depths: Kmax.
-        prior: rates learned by earlier requests, mixed half and half with the default.
+        prior: rates learned by earlier requests.
     """
 
     def __init__(self, depths: int, prior: Sequence[float] = ()):
         self._hits = [0.0] * depths
         self._trials = [0.0] * depths
-        self._prior = [0.5 * (p + DEFAULT_RATE) for p in prior[:depths]]
+        self._prior = [TRUST * p + (1.0 - TRUST) * DEFAULT_RATE for p in prior[:depths]]
         self._rates: list[float] | None = None
         self._totals: list[float] | None = None
 
