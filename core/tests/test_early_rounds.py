@@ -12,10 +12,12 @@ from tinymodels import write_tokenizer
 from mlx_spec import advance
 from mlx_spec.accept import GreedyBlock
 from mlx_spec.advance import Advancer
+from mlx_spec.costs import BatchCosts, CostModel
 from mlx_spec.engine import Engine, Handle
 from mlx_spec.full_model import FullModelDrafter
 from mlx_spec.lanefile import load_lane, save_lane
 from mlx_spec.pair import Pair
+from mlx_spec.pilot import Pilot
 from mlx_spec.request import Request, Result
 from mlx_spec.rounds import recall
 from mlx_spec.sampling import Sampling
@@ -110,6 +112,21 @@ def test_the_device_has_the_next_verify_before_anybody_is_told(monkeypatch):
     assert order == ["read", "settle", "propose", "start", "tell_row"]
     monkeypatch.undo()
     assert handle.result().token_ids == truth()
+
+
+def test_k_is_decided_while_the_device_is_busy(monkeypatch):
+    """Not between two rounds, where everything waits for it."""
+    engine = engine_for()
+    engine.pair.costs = CostModel()
+    engine.pair.costs._saved = {1: {k: 0.01 * (1 + k / 20) for k in range(BLOCK)}}
+    monkeypatch.setattr(BatchCosts, "observe", lambda *args: None)
+    handle = engine.submit(Request(prompt_of(9), Sampling(), 60, ignore_eos=True))
+    decided: list[bool] = []
+    real = Pilot._decide
+    monkeypatch.setattr(Pilot, "_decide", lambda self, crew: (decided.append(begun(engine)), real(self, crew))[1])
+    out = handle.result()
+    assert out.token_ids == truth(count=60)
+    assert sum(decided) > 0.6 * out.timings.draft_rounds > 5
 
 
 LAWS = {

@@ -282,6 +282,32 @@ def test_a_reproducible_row_ignores_its_company():
     assert mine.tokens == alone.tokens == 16 and "nothing to propose" in alone.state
 
 
+def test_a_choice_made_ahead_is_what_would_be_chosen_and_serves_one_round():
+    governors = [Governor(5, model({k: 1 + 0.02 * k for k in range(1, 6)})) for _ in range(2)]
+    for governor in governors:
+        assert governor.choose(50) == 5
+        governor.observe(5, 3, 0.02)
+    assert governors[0].ready(50) is None  # nobody prepared it
+    governors[0].prepare()
+    governors[0].observe(5, 0, 0.02)  # brought by the round that was under way
+    assert governors[0].ready(50) == governors[1].choose(50)
+    assert governors[0].ready(50) is None
+    governors[0].prepare()
+    assert governors[0].ready(4) is None and governors[0].ready(50) is None  # no room for all drafts: choose again
+    assert governors[0].acceptance.rates[0] < governors[1].acceptance.rates[0]
+
+
+def test_plain_steps_and_probes_are_not_decided_ahead():
+    losing = Governor(3, model({1: 9.0, 2: 9.0, 3: 9.0}))
+    assert losing.choose(50) == 0
+    losing.prepare()
+    assert losing.ready(50) is None
+    follows = Governor(3, model({1: 1.1, 2: 1.1, 3: 1.1}), reproducible=True)
+    assert follows.choose(50) == 3
+    follows.prepare()
+    assert follows.ready(50) is None  # what a round brings has to decide on the next one
+
+
 def test_nothing_is_logged_while_choosing(caplog):
     with caplog.at_level(logging.DEBUG):
         Governor(3).choose(10)

@@ -70,14 +70,22 @@ class Run:
         return self.tokens / self.steps
 
 
-def simulate(governor, machine: Machine, rate: Callable[[int], float], length: int, seed: int = 0) -> Run:
-    """Drive a governor the way the engine does: choose, a round or a span of plain steps, observe."""
+def simulate(
+    governor, machine: Machine, rate: Callable[[int], float], length: int, seed: int = 0, ahead: bool = False
+) -> Run:
+    """Drive a governor the way the engine does: choose, a round or a span of plain steps, observe.
+
+    ahead: as for a row alone, decide on the next round before this one is over.
+    """
     rng = random.Random(1000 + seed)
     done, elapsed, chosen, first = 0, 0.0, [], True
     while done < length:
         room = length - done - 1
-        k = governor.choose(room)
+        ready = governor.ready(room) if ahead else None
+        k = governor.choose(room) if ready is None else ready
         assert 0 <= k <= room or k == 0
+        if ahead and k:
+            governor.prepare()
         span = 1 if k else min(governor.plain_span(), length - done)
         for step in range(span):
             shown, clean = machine.seconds(k)
@@ -142,16 +150,18 @@ def test_the_cold_first_steps_of_a_process_are_not_taken_for_what_plain_decoding
 
 @pytest.mark.parametrize(("name", "steps", "tokens"), LOSING, ids=[f"{n}-{t}" for n, _, t in LOSING])
 @pytest.mark.parametrize("saved", [False, True], ids=["cold", "saved"])
-def test_a_losing_pair_costs_little(name, steps, tokens, saved):
+@pytest.mark.parametrize("ahead", [False, True], ids=["late", "ahead"])
+def test_a_losing_pair_costs_little(name, steps, tokens, saved, ahead):
     rate = rate_for(tokens, 3)
 
     def run(seed: int) -> Run:
         model = tuned(steps, 3) if saved else CostModel()
-        return simulate(Governor(3, model), Machine(steps, seed=seed), lambda i: rate, 500, seed)
+        return simulate(Governor(3, model), Machine(steps, seed=seed), lambda i: rate, 500, seed, ahead)
 
     runs = [run(s) for s in range(24)]
     assert mean_of(runs) >= (0.98 if saved else 0.97)
-    assert min(r.speed for r in runs) >= (0.97 if saved else 0.95)
+    worst = 0.97 if saved else 0.95
+    assert min(r.speed for r in runs) >= (worst - 0.01 if ahead else worst)  # it learns of a bad round one round later
 
 
 def mean_of(runs: Sequence[Run]) -> float:
@@ -161,12 +171,14 @@ def mean_of(runs: Sequence[Run]) -> float:
 
 @pytest.mark.parametrize("warm_up", [1.0, 10.0], ids=["steady", "slow-first-rounds"])
 @pytest.mark.parametrize("saved", [False, True], ids=["cold", "saved"])
-def test_a_winning_pair_runs_at_its_best_width(saved, warm_up):
+@pytest.mark.parametrize("ahead", [False, True], ids=["late", "ahead"])
+def test_a_winning_pair_runs_at_its_best_width(saved, warm_up, ahead):
     steps, rate = linear(1.5), rate_for(3.0, 3)
 
     def share(seed: int) -> tuple[Run, Run]:
         model = tuned(steps, 3) if saved else CostModel()
-        mine = simulate(Governor(3, model), Machine(steps, seed=seed, warm_up=warm_up), lambda i: rate, 500, seed)
+        machine = Machine(steps, seed=seed, warm_up=warm_up)
+        mine = simulate(Governor(3, model), machine, lambda i: rate, 500, seed, ahead)
         return mine, simulate(FixedGovernor(3), Machine(steps, seed=seed), lambda i: rate, 500, seed)
 
     pairs = [share(s) for s in range(40)]
@@ -175,12 +187,13 @@ def test_a_winning_pair_runs_at_its_best_width(saved, warm_up):
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["cold", "saved"])
-def test_it_comes_back_when_the_text_turns_predictable(saved):
+@pytest.mark.parametrize("ahead", [False, True], ids=["late", "ahead"])
+def test_it_comes_back_when_the_text_turns_predictable(saved, ahead):
     steps, waits = linear(1.8), []
     for seed in range(20):
         model = tuned(steps, 3) if saved else CostModel()
         governor = Governor(3, model)
-        run = simulate(governor, Machine(steps, seed=seed), lambda i: 0.1 if i < 300 else 0.95, 1500, seed)
+        run = simulate(governor, Machine(steps, seed=seed), lambda i: 0.1 if i < 300 else 0.95, 1500, seed, ahead)
         early = [k for at, k in run.chosen if 100 <= at < 300]
         assert sum(k == 0 for k in early) > 0.8 * len(early)
         back = next(

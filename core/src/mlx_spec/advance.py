@@ -120,10 +120,10 @@ class Advancer:
     def _begin_early(self, rows: Sequence[Row], joining: bool) -> None:
         """Begin the next step, verify and all, before anybody is told of this one.
 
-        Meanwhile the device works on. Only for a row alone that goes on, with nobody at the door. Then what was begun is what the next step does,
-        in every case but one: the row is cancelled, and all of it goes with the lane. So a drafter never drafts twice
-        from one place, and sees its rollback before it is asked again. A request that arrives meanwhile joins one
-        step later.
+        Meanwhile the device works on. Only for a row alone that goes on, with nobody at the door. Then what was begun
+        is what the next step does, in every case but one: the row is cancelled, and all of it goes with the lane. So
+        a drafter never drafts twice from one place, and sees its rollback before it is asked again. A request that
+        arrives meanwhile joins one step later.
         """
         if len(rows) > 1 or rows[0].finished or joining or self._arrivals:
             return
@@ -279,8 +279,14 @@ class Advancer:
         out = [(row, self._tell(row, k)) for row, k in zip(rows, kept, strict=True)]
         self._remove([i for i, row in enumerate(rows) if row.finished])
         self._housekeep(sum(len(k.tokens) for k in kept))
+        self._prepare(rows)
         clock.lap("emit")
         return out
+
+    def _prepare(self, rows: Sequence[Row]) -> None:
+        """Decide on the round after one that was begun early while the device is busy with that."""
+        if self.lane is not None and self.lane.flight is not None and rows[0].governor is not None:
+            rows[0].governor.prepare()
 
     def _observe(
         self,

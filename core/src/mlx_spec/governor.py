@@ -51,6 +51,9 @@ class FixedGovernor:
         """Plain steps to run before asking again."""
         return 1
 
+    def prepare(self) -> None:
+        """There is nothing to decide."""
+
     def set_costs(self, costs: BatchCosts) -> None:
         """Costs play no part here."""
 
@@ -80,15 +83,36 @@ class Governor:
         self.kmax = max(0, kmax)
         self.model = costs or CostModel()
         self.reproducible = reproducible
-        self.acceptance = AcceptanceEstimate(
+        self._acceptance = AcceptanceEstimate(
             self.kmax, self.model.saved_acceptance if reproducible else self.model.acceptance
         )
+        self._news: tuple[int, int] | None = None  # (drafted, accepted) of the last round, until somebody asks
         self.tokens = 0
         self.speculative_rounds = 0
         self.plain_steps = 0
         alone = self.model.for_batch(1)
         self._pilot = Pilot(self.kmax, alone.frozen() if reproducible else alone, timed=not reproducible)
         self._leads = True
+
+    @property
+    def acceptance(self) -> AcceptanceEstimate:
+        """How often drafts of this request are accepted."""
+        if self._news is not None:
+            self._acceptance.observe(*self._news)
+            self._news = None
+        return self._acceptance
+
+    def prepare(self) -> None:
+        """Decide on the round after the one that is under way, so that it need not wait for that.
+
+        What the round under way will bring is not known by then; a reproducible choice has to know it.
+        """
+        if not self.reproducible:
+            self._pilot.prepare(Crew([(self.acceptance, self.kmax)]))
+
+    def ready(self, room: int) -> int | None:
+        """K for the next round as `prepare` decided, None when `choose` has to be asked."""
+        return self._pilot.ready(room) if self._leads else None
 
     def set_costs(self, costs: BatchCosts) -> None:
         """Use the costs of the batch size the request now runs in."""
@@ -123,7 +147,9 @@ class Governor:
         self.tokens += accepted + 1
         if drafted > 0:
             self.speculative_rounds += 1
-            self.acceptance.observe(drafted, accepted)
+            if self._news is not None:
+                self._acceptance.observe(*self._news)
+            self._news = drafted, accepted
         else:
             self.plain_steps += 1
         self._pilot.report(self._leads, accepted + 1, width, seconds, draft_seconds)
@@ -176,6 +202,10 @@ def choose_together(governors: Sequence[Governor | FixedGovernor | None], rooms:
     Rows with a fixed or reproducible K decide alone; what they draft is verified anyway, so the others
     draft at least as much. A row never gets more than its own kmax or room.
     """
+    if len(governors) == 1 and isinstance(governors[0], Governor):
+        k = governors[0].ready(rooms[0])
+        if k is not None:
+            return [k]
     budget = [0] * len(governors)
     members: list[tuple[int, Governor]] = []
     for b, governor in enumerate(governors):

@@ -93,6 +93,7 @@ class Pilot:
         self._span_step = 0  # steps seen of the running plain span
         self._held: float | None = None  # time of the newest plain step, kept only if another one follows
         self._asked = 0
+        self._ready: int | None = None  # K that was decided ahead, for a round with room for all drafts
         self._last = (0, 0.0)  # K and goodput of the last decision
         self._opened = False
 
@@ -102,12 +103,35 @@ class Pilot:
             return
         self.settle()
         self.costs = costs
-        self._opened, self._burst, self._plain_left = False, None, 0
+        self._opened, self._burst, self._plain_left, self._ready = False, None, 0, None
 
     def choose(self, crew: Crew) -> int:
         """K for the next round, 0..crew.top; 0 is a plain step."""
+        self._asked, self._ready = 0, None
+        self._asked = self._decide(crew)
+        return self._asked
+
+    def prepare(self, crew: Crew) -> None:
+        """Decide on the next round while one is under way and not reported, for whoever asks `ready`.
+
+        Only rounds that go on drafting are decided so: what else may come, such as plain steps and probes, is left to
+        `choose`, which knows of the last round.
+        """
+        self._ready = None
+        if not (self.parked or self._dry):
+            self._ready = self._decide(crew) or None
+
+    def ready(self, room: int) -> int | None:
+        """What `prepare` decided, once and with room for all drafts; None when `choose` has to be asked."""
+        k, self._ready = self._ready, None
+        if k is None or room < self.kmax:
+            return None
+        self._asked = k
+        return k
+
+    def _decide(self, crew: Crew) -> int:
         self.settle()
-        self.crew, self._asked, self._held = crew, 0, None
+        self.crew, self._held = crew, None
         if crew.top <= 0:
             return 0
         self._open()
@@ -116,16 +140,14 @@ class Pilot:
         if self._plain_left > 0 or self.tokens < max(self._dry_until, self._resume_at if self.parked else 0):
             return 0
         if self.parked:
-            self._asked = self._probe()
-            return self._asked
+            return self._probe()
         k, gain = self._best(crew.top)
         if gain < 1.0 and crew.top == self.kmax:
             self._park(k, gain)
             return 0
         if crew.top == self.kmax:  # the end of a reply leaves no room for a choice worth reporting
             self._last = (k, gain)
-        self._asked = k if gain >= 1.0 else 0
-        return self._asked
+        return k if gain >= 1.0 else 0
 
     def force(self, k: int) -> None:
         """The lane drafts k tokens whatever was chosen, because a row of it has a fixed width."""
