@@ -89,6 +89,23 @@ def test_new_times_replace_old_ones_once_they_agree():
     assert costs.seconds(3) < 0.016
 
 
+def test_a_width_that_was_not_timed_for_long_is_tried_again():
+    """Timed while the machine was busy, it would seem dear for good."""
+    costs = BatchCosts()
+    for k in (3, 5):
+        for _ in range(8):
+            costs.observe(k, 0.02)
+    assert costs.doubt(5) == 1.0 < costs.doubt(3) < 1.02
+    for _ in range(100):
+        costs.observe(5, 0.02)
+    assert costs.doubt(5) == 1.0 and costs.doubt(3) == pytest.approx(1.2, abs=0.02)
+    costs.observe(3, 0.02)
+    assert costs.doubt(3) == 1.0 and costs.doubt(7) == 1.0  # there is hope for what was never timed
+    for _ in range(1000):
+        costs.observe(5, 0.02)
+    assert costs.doubt(3) == 1.5
+
+
 def test_batch_sizes_are_kept_apart():
     model = CostModel()
     model.for_batch(1).observe(2, 0.01)

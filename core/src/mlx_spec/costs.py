@@ -21,6 +21,7 @@ VERSION = 1
 WINDOW = 16  # samples per K that count
 FIRM = 3  # samples after which a saved value no longer counts
 DOUBT_SAMPLES = 8  # fewer samples than this leave doubt about a K
+AGING, OLDEST = 0.002, 1.5  # doubt grows so much with every round at another K, up to this
 SAVE_EVERY = 8  # new samples that make a save worth a file
 
 
@@ -51,6 +52,8 @@ class BatchCosts:
         self.wait = 0.0  # tokens between probes that earlier requests have come to, while none of them won
         self.untimed = math.inf  # tokens, of all requests, since a round with drafts was last timed
         self.plain_age = 0.0  # the same since plain steps were
+        self._rounds = 0  # timed with drafts
+        self._timed: dict[int, int] = {}  # K -> the newest of them at this K
         self._live: dict[int, list[float]] = {}
         self._draft: dict[int, list[float]] = {}
         # what follows from the samples of a K, until there is another one: asked of every K in every round
@@ -64,6 +67,8 @@ class BatchCosts:
             return
         if k > 0:
             self.untimed = 0.0
+            self._rounds += 1
+            self._timed[k] = self._rounds
         else:
             self.plain_age = 0.0
         samples = self._live.setdefault(k, [])
@@ -166,9 +171,10 @@ class BatchCosts:
         return min(self.steps(k), points[below] + self.prior.slope * (k - below))
 
     def doubt(self, k: int) -> float:
-        """Factor >= 1 in favour of a K with few samples, so that two unlucky timings do not bury it."""
+        """Factor >= 1 in favour of a K with few samples, or old ones, so that unlucky timings do not bury it."""
         n = self.count(k)
-        return 1.0 + 0.2 / n if 0 < n < DOUBT_SAMPLES and k not in self.saved else 1.0
+        few = 1.0 + 0.2 / n if 0 < n < DOUBT_SAMPLES and k not in self.saved else 1.0
+        return few * min(OLDEST, 1.0 + AGING * (self._rounds - self._timed.get(k, self._rounds)))
 
     def _points(self) -> dict[int, float]:
         """Known K -> plain steps; K = 0 is always there."""
