@@ -19,7 +19,7 @@
 namespace spec {
 namespace {
 
-constexpr auto LINGER = std::chrono::microseconds(80);  // a wake-up costs about as much
+constexpr auto LINGER = std::chrono::microseconds(25);  // a core that is kept busy is one that nobody is woken on
 
 constexpr auto ALONE = std::chrono::microseconds(16);  // of that, without letting others have the core: a layer has no longer pauses
 
@@ -49,6 +49,26 @@ void linger(Ready&& ready) {
   }
 }
 
+// The core that runs the calling thread, -1 where nobody says.
+int core_of_this_thread() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Moves the calling thread to another of the cores it may run on; afterwards it may run on all of them again.
+void leave_core([[maybe_unused]] int core) {
+#if defined(__linux__)
+  cpu_set_t all, others;
+  if (sched_getaffinity(0, sizeof all, &all) != 0) return;
+  others = all;
+  CPU_CLR(size_t(core), &others);
+  if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
+#endif
+}
+
 // Tasks in a row that one thread begins with.
 struct alignas(64) Share {
   std::atomic<int64_t> next{0};
@@ -57,7 +77,7 @@ struct alignas(64) Share {
 
 class Pool {
  public:
-  explicit Pool(int threads) : size_(threads), shares_(size_t(threads)) {
+  explicit Pool(int threads) : size_(threads), apart_(threads <= usable_cores()), shares_(size_t(threads)) {
     sigset_t all, before;  // signals belong to the program's own threads
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -78,6 +98,7 @@ class Pool {
 
   void run(int64_t count, void (*task)(void*, int64_t), void* context) {
     task_ = task, context_ = context;
+    core_.store(core_of_this_thread(), std::memory_order_relaxed);
     for (int64_t i = 0; i < size_; i++) {
       shares_[size_t(i)].next.store(count * i / size_, std::memory_order_relaxed);
       shares_[size_t(i)].end = count * (i + 1) / size_;
@@ -111,6 +132,12 @@ class Pool {
     }
   }
 
+  // A thread that is woken is often put on the core of the one that wakes it, and left there while others idle.
+  void keep_apart() {
+    const int core = core_.load(std::memory_order_relaxed);
+    if (apart_ && core >= 0 && core == core_of_this_thread()) leave_core(core);
+  }
+
   // Whether this worker got into an open run; `seen` is the last run it knows of.
   bool enter(uint64_t& seen) {
     uint64_t now = state_.load(std::memory_order_acquire);
@@ -125,6 +152,7 @@ class Pool {
     uint64_t seen = 0;
     auto news = [&] { return state_.load(std::memory_order_acquire) / RUN != seen; };
     for (;;) {
+      keep_apart();
       linger(news);
       if (!news()) {
         std::unique_lock lock(mutex_);
@@ -133,6 +161,7 @@ class Pool {
         asleep_--;
         if (stop_) return;
       }
+      keep_apart();
       if (!enter(seen)) continue;
       take(self);
       if (state_.fetch_sub(1) % (2 * OPEN) == 1 && waiting_.load()) {
@@ -148,6 +177,8 @@ class Pool {
   alignas(64) std::atomic<int> asleep_{0};
   std::atomic<bool> waiting_{false};
   const int size_;
+  const bool apart_;  // whether there is a core for each
+  std::atomic<int> core_{-1};  // of the thread that submitted the last run
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   void (*task_)(void*, int64_t) = nullptr;

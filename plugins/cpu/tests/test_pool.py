@@ -99,6 +99,29 @@ def test_workers_that_wait_or_fall_asleep_miss_nothing(library: Any, pause: floa
         assert library.count_in_parallel(i % 9) == i % 9
 
 
+def test_workers_that_leave_a_core_may_run_on_it_later(library: Any) -> None:
+    """One that finds itself on the core of the thread it works for goes to another, and keeps the cores it had."""
+    cores, before = os.sched_getaffinity(0), ids_of_threads()
+    library.set_threads(1)
+    library.set_threads(min(2, len(cores)))
+    library.count_in_parallel(10)
+    workers = ids_of_threads() - before
+    assert len(workers) == min(2, len(cores)) - 1
+    try:
+        for core in cores:
+            os.sched_setaffinity(0, {core})  # this thread alone
+            for _ in range(300):
+                library.count_in_parallel(10)
+            time.sleep(0.01)  # by then they sleep
+            assert all(os.sched_getaffinity(worker) == cores for worker in workers)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def ids_of_threads() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
 def threads_of_this_process() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
