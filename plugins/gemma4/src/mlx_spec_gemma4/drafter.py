@@ -301,7 +301,6 @@ class Gemma4Drafter(Drafter):
         self.chain = GreedyChain(model, *target.table)
         self.config = config
         self.sources = {kind: target.sources[kind] for kind in dict.fromkeys(config.text.layer_types)}
-        self._activations = model.model.norm.weight.dtype  # norms are never quantised
         self._windows = {FULL: None, SLIDING: config.text.sliding_window}
 
     @classmethod
@@ -353,6 +352,11 @@ class Gemma4Drafter(Drafter):
         begin = mx.expand_dims(hidden, 1).astype(self._activations), mx.expand_dims(anchors, 1)
         made = self.chain(*begin, shared, offset, count, limit)
         return None if made is None else made[0]
+
+    @property
+    def _activations(self) -> mx.Dtype:
+        """Of the assistant, which may be cast after this was made: norms are never quantised."""
+        return self.model.model.norm.weight.dtype
 
     def _place(self, lane: Lane) -> tuple[TargetKV, int | mx.array]:
         """What the rows of a lane attend to, and at which position, one for all where they are equal."""
