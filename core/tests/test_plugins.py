@@ -167,6 +167,20 @@ def test_an_implementation_may_take_fewer_arguments():
     assert made.owner_call("spec_propose", "a")(lane=None, budget=[2]) == [2]
 
 
+def test_an_implementation_that_is_alone_is_called_without_a_detour():
+    def made(**options):
+        return manager(module(CORE, spec_propose=default), module("a", spec_propose=answers("a")), **options)
+
+    default = answers("core", trylast=True)
+    assert made().owner_call("spec_propose", CORE) is default
+    assert made(trace=True).owner_call("spec_propose", CORE) is not default
+    assert made().owner_call("spec_propose", "a")(lane=None, budget=[1]) == "a"
+    watched = manager(module(CORE, spec_propose=default), module("watch", spec_propose=observes([])))
+    assert watched.owner_call("spec_propose", CORE) is not default
+    alone = manager(module("watch", spec_propose=observes([])))
+    assert alone.owner_call("spec_propose", "watch")(lane=None, budget=[1]) is None
+
+
 def test_ask_each_keeps_the_answers_of_the_others(caplog):
     @hookimpl
     def fine(target, drafter, card):

@@ -30,6 +30,7 @@ from .types import Draft
 Logprob = tuple[int, float, list[tuple[int, float]]]  # token id, its logprob, (id, logprob) of the best ones
 
 _BAD_Q, _BAD_LOGITS = 1, 2
+_NO_HISTORY = History(())
 _NOT_FINITE = message(
     "target logits",
     "NaN, infinity or no possible token",
@@ -51,7 +52,7 @@ class RowPlan:
     settings: Sampling
     seed: int = 0
     position: int = 0
-    history: History = field(default_factory=lambda: History(()))
+    history: History = _NO_HISTORY
 
     def positions(self, count: int) -> list[int]:
         """Positions of `count` tokens from verify row 0 on."""

@@ -171,7 +171,7 @@ class BatchCosts:
         return min(self.steps(k), points[below] + self.prior.slope * (k - below))
 
     def doubt(self, k: int) -> float:
-        """Factor >= 1 in favour of a K with few samples, or old ones, so that unlucky timings do not bury it."""
+        """Factor >= 1 for a K with few samples, or old ones, so that unlucky timings do not bury it."""
         n = self.count(k)
         few = 1.0 + 0.2 / n if 0 < n < DOUBT_SAMPLES and k not in self.saved else 1.0
         return few * min(OLDEST, 1.0 + AGING * (self._rounds - self._timed.get(k, self._rounds)))

@@ -68,6 +68,7 @@ class PluginManager:
         self.registry = Registry()
         self._pm = pluggy.PluginManager(hookspecs.PROJECT)
         self._pm.add_hookspecs(hookspecs)
+        self._traced = trace
         if trace:
             self._pm.add_hookcall_monitoring(_trace_call, _trace_result)
         self.records = [self._load_entry(entry) for entry in entries]
@@ -95,7 +96,8 @@ class PluginManager:
             for impl in hook.get_hookimpls()
             if impl.plugin_name not in (owner, CORE) and not (impl.wrapper or impl.hookwrapper)
         ]
-        return self._pm.subset_hook_caller(hook_name, others)
+        caller = self._pm.subset_hook_caller(hook_name, others)
+        return caller if self._traced else _only_one(caller) or caller
 
     def ask_each(self, hook_name: str, **arguments: Any) -> list[tuple[PluginRecord, Any]]:
         """Ask every plugin by itself: (record, answer) of those that implement the hook.
@@ -289,6 +291,16 @@ def _hook_names() -> dict[str, Any]:
     """Hook name -> its specification function."""
     marker = hookspecs.PROJECT + "_spec"
     return {name: value for name, value in vars(hookspecs).items() if hasattr(value, marker)}
+
+
+def _only_one(caller: pluggy.HookCaller) -> Callable[..., Any] | None:
+    """The one implementation of a hook with one answer, when it can be called as the hook is."""
+    spec, impls = caller.spec, caller.get_hookimpls()
+    if spec is None or not spec.opts["firstresult"] or len(impls) != 1:
+        return None
+    impl = impls[0]
+    plain = not (impl.wrapper or impl.hookwrapper) and set(impl.argnames) == set(spec.argnames)
+    return impl.function if plain else None
 
 
 # -- errors and traces -----------------------------------------------------------------------------------
