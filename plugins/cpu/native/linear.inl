@@ -85,14 +85,14 @@ static void narrow(const float* in, int64_t count, void* out, Type type, int64_t
   for (; i < count; i++) put(out, type, first + i, in[i]);
 }
 
-// The lanes of MR rows by BLOCK columns, of which NR lie together as `fold` leaves them, summed and stored.
-template <int MR, int NR>
-static void finish(const Product& p, const vec (&acc)[MR][BLOCK], int64_t m, int64_t n, int64_t columns) {
+// The lanes of MR rows by BLOCK columns, which `sum_lanes` adds up for a row, stored.
+template <int MR, class Sum>
+static void finish(const Product& p, const vec (&acc)[MR][BLOCK], int64_t m, int64_t n, int64_t columns, Sum&& sum_lanes) {
   float bias[BLOCK] = {};
   if (p.bias) widen(p.bias, p.bias_type, n, columns, bias);
   for (int i = 0; i < MR; i++) {
     float out[BLOCK];
-    sum_block<NR>(acc[i], out);
+    sum_lanes(acc[i], out);
     if (p.bias) {
       for (int j = 0; j < BLOCK; j++) out[j] += bias[j];
     }
@@ -280,7 +280,7 @@ struct PlainBlock {
 // MR rows from m on by `columns` (at most BLOCK) from n on.
 template <int MR, int NR, class Source>
 static inline void follow_block(const Product& p, const Source& source, int64_t K, int64_t m, int64_t n, int64_t columns) {
-  constexpr int64_t chunk = Source::near / MR / 128 * 128;
+  constexpr int64_t chunk = Source::near / MR / 256 * 256;  // in whole units, however long
   static_assert(chunk > 0 && BLOCK % NR == 0 && BLOCK % 4 == 0);
   vec acc[MR][BLOCK];
   if (columns < BLOCK || K <= 0) {
@@ -291,7 +291,11 @@ static inline void follow_block(const Product& p, const Source& source, int64_t 
     const int64_t to = from + chunk < K ? from + chunk : K;
     for (int64_t j = 0; j < columns; j += NR) source.template follow<MR, NR>(acc, p.x + m, j, columns, from, to);
   }
-  finish<MR, NR>(p, acc, m, n, columns);
+  if constexpr (requires { Source::sum_lanes; }) {
+    finish(p, acc, m, n, columns, Source::sum_lanes);
+  } else {  // NR of them lie together as `fold` leaves them
+    finish(p, acc, m, n, columns, sum_block<NR>);
+  }
 }
 
 // group_size is 0 where the code does not know it.

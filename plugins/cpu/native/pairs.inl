@@ -1,17 +1,17 @@
 // Rows of bfloat16 by packed codes or by bfloat16, two products an instruction (AVX-512 BF16 and VBMI). Included by
 // linear.inl.
 //
-// Codes less a centre are exact in bfloat16, and so is every product; sums are floats. Row invariance: a chain per
-// lane starts with (bias + scale * centre) * sum(x), sixteen groups at a time, and goes on unit after unit with
-// scale * sum(x * (q - centre)). A lane takes codes of one group in a unit, so that lanes of several groups are scaled
-// together. What is left of a row after its units may be half a unit, whose groups lie in the lanes twice. Rows that
-// could overflow on that way, with infinities or NaN, are left to the products of single floats.
+// Codes less a centre are exact in bfloat16, and so is every product; sums are floats. Row invariance: a column has a
+// chain in each of eight lanes. They start with (bias + scale * centre) * sum(x), eight groups at a time, and go on unit
+// after unit with scale * sum(x * (q - centre)), where sum adds up two neighbouring lanes of the products, which take
+// codes of one group. At the end comes a fixed tree. Chains of two columns share a vector, so that one multiplication
+// scales both. What is left of a row after its units may be half or a fourth of one. Rows that could overflow on that way,
+// with infinities or NaN, are left to the products of single floats.
 
 typedef __m512bh pair_vec;
 
 constexpr int PAIRS = 2 * W;                  // elements of one vector
-constexpr int UNIT = 128;                     // elements
-constexpr int VECTORS = UNIT / PAIRS;         // of a unit
+constexpr int HALF = 4 * PAIRS;               // elements of half a long unit, or of a short one
 constexpr uint16_t LARGE = (127 + 112) << 7;  // 2 ^ 112 as bfloat16
 
 static inline pair_vec as_pairs(__m512i v) { return reinterpret_cast<pair_vec>(v); }
@@ -22,27 +22,41 @@ static inline __m512i load_bytes(const uint8_t* p, int64_t bytes) {
   return _mm512_maskz_loadu_epi8(bytes < 64 ? (uint64_t(1) << bytes) - 1 : ~uint64_t(0), p);
 }
 
-// Four-bit codes: place l of vector t holds nibble t of 16-bit word l; in half a unit the words come twice, and places
-// of the second half hold nibble t + 2. Only the low five bits of an index into 32 words count, and both halves of the
-// table are alike.
+// Stored codes of V vectors: those of V / 8, V / 4 or V / 2 lines, the rest of them zeros. Elements of lane l belong to
+// the `part_of_lane`-th PAIRS of them.
+
+// Four-bit codes: nibbles t of the 16-bit words of a line belong together, and words of two lines by fours. In a fourth
+// of a long unit the words come twice, and places of the second half hold nibble t + 2. Only the low five bits of an index
+// into 32 words count, and both halves of the table are alike.
 struct Nibbles {
-  typedef __m512i Codes;
-  static constexpr int bits = 4, tables = 1;
+  static constexpr int bits = 4, tables = 1, long_unit = 8;
   __m512i table;
-  static int place(int t, int l) { return 4 * l + t; }
-  static int half_place(int t, int l) { return 4 * (l % 16) + t + l / 16 * 2; }
-  static inline Codes load(const uint8_t* p) { return _mm512_loadu_si512(p); }
-  static inline Codes some(const uint8_t* p, int64_t bytes) { return load_bytes(p, bytes); }
-  static inline Codes half(const uint8_t* p, int64_t bytes) {
-    return _mm512_broadcast_i64x4(_mm512_castsi512_si256(load_bytes(p, bytes)));
+  template <int V>
+  struct Codes {
+    __m512i line[V > 4 ? 2 : 1];
+  };
+  template <int V>
+  static constexpr int part_of_lane(int lane) {
+    return V == 8 ? lane / 4 + lane % 4 / 2 * 4 : V == 4 ? lane / 4 : lane % 8 / 4;
   }
-  inline pair_vec decode(Codes codes, int t) const {
-    return as_pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, unsigned(4 * t)), table));
+  template <int V>
+  static inline Codes<V> load(const uint8_t* p, int64_t bytes) {
+    if constexpr (V == 8) {
+      const __m512i a = load_bytes(p, bytes), b = bytes > 64 ? load_bytes(p + 64, bytes - 64) : _mm512_setzero_si512();
+      return {{_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b)}};
+    }
+    if constexpr (V == 4) return {{load_bytes(p, bytes)}};
+    if constexpr (V == 2) return {{_mm512_broadcast_i64x4(_mm512_castsi512_si256(load_bytes(p, bytes)))}};
   }
-  inline pair_vec decode_half(Codes codes, int t) const {
+  template <int V>
+  inline pair_vec decode(const Codes<V>& codes, int t) const {
+    if constexpr (V > 2) return as_pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(codes.line[t / 4], unsigned(4 * (t % 4))), table));
     const __m512i shift = _mm512_inserti64x4(_mm512_set1_epi16(short(4 * t)), _mm256_set1_epi16(short(4 * t + 8)), 1);
-    return as_pairs(_mm512_permutexvar_epi16(_mm512_srlv_epi16(codes, shift), table));
+    return as_pairs(_mm512_permutexvar_epi16(_mm512_srlv_epi16(codes.line[0], shift), table));
   }
+  // Where place l of vector t, of four or two, comes from.
+  static constexpr int place(int t, int l) { return 4 * l + t; }
+  static constexpr int half_place(int t, int l) { return 4 * (l % 16) + t + l / 16 * 2; }
 };
 
 struct PairAffine4 : Nibbles {
@@ -61,15 +75,16 @@ struct PairFp4 : Nibbles {
   }
 };
 
-// Eight-bit codes: q - 127.5 is i + 0.5 or its negative, i from 0 to 127, looked up byte by byte. A unit's sixteens
-// of codes are put in an order in which each fourth of a vector holds those of one 32.
+// Eight-bit codes: q - 127.5 is i + 0.5 or its negative, i from 0 to 127, looked up byte by byte. Sixteens of codes are
+// put in an order in which each fourth of a vector holds those of one 32.
 struct PairAffine8 {
-  struct Codes {
-    __m512i first, second;
-  };
-  static constexpr int bits = 8, tables = 4;
+  static constexpr int bits = 8, tables = 4, long_unit = 4;
   static constexpr float centre = 127.5f;
   __m512i low[2], high[2];
+  template <int V>
+  struct Codes {
+    __m512i line[V / 2];
+  };
 
   PairAffine8() {
     for (int half = 0; half < 2; half++) {
@@ -81,119 +96,138 @@ struct PairAffine8 {
       low[half] = _mm512_loadu_si512(bytes[0]), high[half] = _mm512_loadu_si512(bytes[1]);
     }
   }
-  static int place(int t, int l) { return 32 * (l / 8) + 16 * (t / 2) + 8 * (t % 2) + l % 8; }
-  static int half_place(int t, int l) { return 32 * (l / 8 % 2) + 16 * (l / 16) + 8 * t + l % 8; }
-  static inline Codes ordered(__m512i a, __m512i b) {
-    return {_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xdd)};
+  template <int V>
+  static constexpr int part_of_lane(int lane) {
+    return V == 4 ? lane / 4 : lane / 4 % 2;
   }
-  static inline Codes load(const uint8_t* p) { return ordered(_mm512_loadu_si512(p), _mm512_loadu_si512(p + 64)); }
-  static inline Codes some(const uint8_t* p, int64_t bytes) {
-    return ordered(load_bytes(p, bytes), bytes > 64 ? load_bytes(p + 64, bytes - 64) : _mm512_setzero_si512());
-  }
-  static inline Codes half(const uint8_t* p, int64_t bytes) {
+  template <int V>
+  static inline Codes<V> load(const uint8_t* p, int64_t bytes) {
     const __m512i a = load_bytes(p, bytes);
-    return {_mm512_shuffle_i64x2(a, a, 0xd8), a};
+    if constexpr (V == 2) return {{_mm512_shuffle_i64x2(a, a, 0xd8)}};
+    const __m512i b = bytes > 64 ? load_bytes(p + 64, bytes - 64) : _mm512_setzero_si512();
+    if constexpr (V == 4) return {{_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xdd)}};
   }
-  inline pair_vec decode(const Codes& codes, int t) const { return decode_half(t / 2 ? Codes{codes.second, codes.second} : codes, t % 2); }
-  inline pair_vec decode_half(const Codes& halves, int t) const {
-    const __m512i sign = _mm512_set1_epi8(char(0x80)), codes = halves.first;
+  template <int V>
+  inline pair_vec decode(const Codes<V>& stored, int t) const {
+    const __m512i sign = _mm512_set1_epi8(char(0x80)), codes = stored.line[t / 2];
     const __mmask64 negative = _mm512_testn_epi8_mask(codes, sign);
     const __m512i i = _mm512_mask_sub_epi8(codes, negative, _mm512_set1_epi8(-1), codes);  // seven bits of it count
     const __m512i bottom = _mm512_permutex2var_epi8(low[0], i, low[1]);
     const __m512i magnitude = _mm512_permutex2var_epi8(high[0], i, high[1]);
     const __m512i top = _mm512_mask_add_epi8(magnitude, negative, magnitude, sign);
-    return as_pairs(t ? _mm512_unpackhi_epi8(bottom, top) : _mm512_unpacklo_epi8(bottom, top));
+    return as_pairs(t % 2 ? _mm512_unpackhi_epi8(bottom, top) : _mm512_unpacklo_epi8(bottom, top));
   }
+  static constexpr int place(int t, int l) { return 32 * (l / 8) + 16 * (t / 2) + 8 * (t % 2) + l % 8; }
+  static constexpr int half_place(int t, int l) { return 32 * (l / 8 % 2) + 16 * (l / 16) + 8 * t + l % 8; }
 };
 
 static int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Floats from the beginning of a row of pairs to the sums of its groups; both are in whole vectors.
-static int64_t sums_of(int64_t K) { return rounded_up(K, UNIT) / 2; }
+// Vectors of what is left of a row after its long units.
+static int vectors_left(int64_t elements) { return elements <= HALF / 2 ? elements <= 0 ? 0 : 2 : elements <= HALF ? 4 : 8; }
 
-// Groups in a unit, at least one; scales of a column are stored in whole units.
-template <int group>
-constexpr int groups_of_unit = UNIT > group ? UNIT / group : 1;
+// Floats from the beginning of a row of pairs to the sums of its groups: sixteen for eight groups, in the order of the lanes.
+static int64_t sums_of(int64_t K) { return K / (2 * HALF) * HALF + vectors_left(K % (2 * HALF)) * W; }
+
+// Lane l of two columns' chains belongs to the first or the second, and to which of eight groups at their start.
+constexpr int column_of(int lane) { return lane % 4 / 2; }
+constexpr int group_of(int lane) { return lane / 4 * 2 + lane % 2; }
+
+// The two columns' sums from those of their products.
+static inline vec neighbours(vec a, vec b) {
+  return plus(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
+
+// The chains of sixteen columns, two in a vector, summed.
+static inline void sum_columns(const vec* v, float* out) {
+  const vec a = quarters(halves(v[0], v[1]), halves(v[2], v[3])), b = quarters(halves(v[4], v[5]), halves(v[6], v[7]));
+  const __m512i columns = _mm512_set_epi32(15, 14, 7, 6, 11, 10, 3, 2, 13, 12, 5, 4, 9, 8, 1, 0);
+  _mm512_storeu_ps(out, _mm512_permutexvar_ps(columns, neighbours(a, b)));
+}
+
+// Vectors of a unit: a lane has codes of one group in all of them.
+template <class D, int group>
+constexpr int vectors_of_unit = group < PAIRS ? 4 : D::long_unit;
+
+// Groups of V vectors, at least one.
+template <int group, int V>
+constexpr int groups_of = V * PAIRS > group ? V * PAIRS / group : 1;
+
+// Which of two columns' scales of V vectors a lane of their chains takes, those of the second after `from`: in whole
+// 32 bits, or in the upper half of them. Without a V: at their start, eight groups.
+template <class D, int group, int V>
+struct ScaleOfLane {
+  alignas(64) uint32_t whole[W], upper[W];
+  constexpr ScaleOfLane() : whole(), upper() {
+    for (int lane = 0; lane < W; lane++) {
+      const int product = lane / 4 * 4 + lane % 2 * 2;  // the first of two neighbours
+      int scale = group_of(lane);
+      // groups of less than PAIRS: a lane has eight neighbouring elements
+      if (V > 0) scale = group < PAIRS ? product * 8 / group : D::template part_of_lane<V>(product) * PAIRS / group;
+      whole[lane] = uint32_t(scale + column_of(lane) * W), upper[lane] = uint32_t(scale + column_of(lane) * PAIRS) << 16;
+    }
+  }
+};
+template <class D, int group, int V>
+constexpr ScaleOfLane<D, group, V> SCALE_OF_LANE{};
 
 // Affine scales and biases, read where they are stored: bfloat16.
-template <int together>
+template <class D, int group>
 struct StoredScales {
   const uint16_t *scales, *biases;  // (BLOCK, K / group)
   int64_t groups;
 
-  // Scales of the groups of a unit in the lanes that read their codes.
-  static inline vec lanes(const uint16_t* scale) {
-    if constexpr (together == 1) {
-      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_set1_epi16(short(*scale)), 16));
-    } else {
-      uint64_t few = 0;
-      memcpy(&few, scale, 2 * together);
-      constexpr int log = together == 2 ? 3 : 2;  // of the lanes that share a scale
-      const __m512i which = _mm512_slli_epi32(_mm512_srli_epi32(lane_numbers(), log), 16);
-      return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, which, _mm512_set1_epi64((long long)few)));
-    }
+  // The `count` scales of V vectors in the lanes of two columns' chains, zero for groups after them.
+  template <int V>
+  static inline vec lanes(const uint16_t* a, const uint16_t* b, int64_t count) {
+    constexpr int most = V > 0 ? groups_of<group, V> : W / 2;
+    const __mmask8 some = __mmask8(count < most ? (1 << count) - 1 : (1 << most) - 1);
+    const __m512i first = _mm512_castsi128_si512(_mm_maskz_loadu_epi16(some, a)), second = _mm512_castsi128_si512(_mm_maskz_loadu_epi16(some, b));
+    const __m512i which = _mm512_load_si512(SCALE_OF_LANE<D, group, V>.upper);
+    return _mm512_castsi512_ps(_mm512_maskz_permutex2var_epi16(0xaaaaaaaa, first, which, second));
   }
-  const uint16_t* at(int64_t column, int64_t group) const { return scales + column * groups + group; }
+  const uint16_t* at(int64_t column, int64_t g) const { return scales + column * groups + g; }
 
-  // What the chains of NR columns begin with: (bias + scale * centre) * sum(x), lane l taking groups l, l + W, ...
+  // What the chains of NR columns begin with: (bias + scale * centre) * sum(x).
   template <int MR, int NR>
-  inline void start(vec (&now)[MR][NR], const float* const* sums, const int64_t (&column)[NR], float centre) const {
-    for (int64_t g = 0; g < groups; g += W) {
-      const __mmask16 some = groups - g < W ? __mmask16((1 << (groups - g)) - 1) : __mmask16(0xffff);
+  inline void start(vec (&now)[MR][NR / 2], const float* const* sums, const int64_t (&column)[NR], float centre) const {
+    for (int64_t g = 0; g < groups; g += W / 2) {
 #pragma GCC unroll 8
-      for (int c = 0; c < NR; c++) {
-        const int64_t first = column[c] * groups + g;
-        const vec b = fma(widened(some, scales + first), ones(centre), widened(some, biases + first));
+      for (int c = 0; c < NR / 2; c++) {
+        const int64_t a = column[2 * c] * groups + g, b = column[2 * c + 1] * groups + g;
+        const vec begin = fma(lanes<0>(scales + a, scales + b, groups - g), ones(centre), lanes<0>(biases + a, biases + b, groups - g));
 #pragma GCC unroll 8
-        for (int i = 0; i < MR; i++) now[i][c] = fma(load(sums[i] + g), b, now[i][c]);
+        for (int i = 0; i < MR; i++) now[i][c] = fma(load(sums[i] + 2 * g), begin, now[i][c]);
       }
     }
   }
-  static inline vec widened(__mmask16 some, const uint16_t* p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16));
-  }
 };
 
-// Scales alone, as floats: (BLOCK, K / group), a column in whole units.
-template <int together>
+// Scales alone, as floats: (BLOCK, K / group).
+template <class D, int group>
 struct FloatScales {
   const float* scales;
   int64_t stride;
 
-  static inline vec lanes(const float* scale) {
-    constexpr int log = together == 1 ? 4 : together == 2 ? 3 : together == 4 ? 2 : 1;
-    const __m512i which = _mm512_srli_epi32(lane_numbers(), log);
-    if constexpr (together == 1) return ones(*scale);
-    if constexpr (together == 2) {
-      return _mm512_permutexvar_ps(which, _mm512_castpd_ps(_mm512_castpd128_pd512(_mm_load_sd(reinterpret_cast<const double*>(scale)))));
-    }
-    if constexpr (together == 4) return _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_loadu_ps(scale)));
-    return _mm512_permutexvar_ps(which, _mm512_castps256_ps512(_mm256_loadu_ps(scale)));
+  template <int V>
+  static inline vec lanes(const float* a, const float* b, int64_t count) {
+    constexpr int most = groups_of<group, V>;
+    const __mmask8 some = __mmask8(count < most ? (1 << count) - 1 : (1 << most) - 1);
+    const vec first = _mm512_castps256_ps512(_mm256_maskz_loadu_ps(some, a)), second = _mm512_castps256_ps512(_mm256_maskz_loadu_ps(some, b));
+    return _mm512_permutex2var_ps(first, _mm512_load_si512(SCALE_OF_LANE<D, group, V>.whole), second);
   }
-  const float* at(int64_t column, int64_t group) const { return scales + column * stride + group; }
+  const float* at(int64_t column, int64_t g) const { return scales + column * stride + g; }
   template <int MR, int NR>
-  inline void start(vec (&)[MR][NR], const float* const*, const int64_t (&)[NR], float) const {}
+  inline void start(vec (&)[MR][NR / 2], const float* const*, const int64_t (&)[NR], float) const {}
 };
 
-// `lanes` of S for the `count` groups at a row's end, repeated after `every` of them.
-template <class S, int together, class Scale>
-static inline vec tail_lanes(const Scale* scale, int64_t count, int every) {
-  Scale few[together] = {};
-  for (int g = 0; g < together; g++) {
-    const int from = every > 0 ? g % every : 0;
-    if (from < count) few[g] = scale[from];
-  }
-  return S::lanes(few);
-}
-
 template <class D, int group>
-using ScalesOf = std::conditional_t<D::centre == 0, FloatScales<groups_of_unit<group>>, StoredScales<groups_of_unit<group>>>;
+using ScalesOf = std::conditional_t<D::centre == 0, FloatScales<D, group>, StoredScales<D, group>>;
 
 template <class D, int group>
 struct PairBlock {
   static constexpr int64_t near = 2 * NEAR;
   static constexpr int rows = 8;  // at a time
-  static constexpr int together = groups_of_unit<group>;
   using S = ScalesOf<D, group>;
   const Product& p;
   const D& code;
@@ -204,17 +238,50 @@ struct PairBlock {
   template <int MR>
   static constexpr int columns_of_tile = MR <= 2 ? 4 : 2;
 
+  static inline void sum_lanes(const vec* chains, float* out) { sum_columns(chains, out); }
+
+  // V vectors of x from element `first` on with the stored codes of NR columns, added to the chains with their scales.
+  template <int V, int MR, int NR>
+  inline void add(vec (&chains)[MR][NR / 2], const float* const* x, int64_t first, const typename D::template Codes<V> (&stored)[NR],
+                  const vec (&s)[NR / 2]) const {
+    const D& now = D::tables > 1 ? *held(&code) : code;  // many tables stay in memory
+    vec sum[MR][NR];
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+      for (int c = 0; c < NR; c++) sum[i][c] = zero();
+#pragma GCC unroll 8
+    for (int t = 0; t < V; t++) {
+      pair_vec w[NR];
+#pragma GCC unroll 8
+      for (int c = 0; c < NR; c++) w[c] = now.template decode<V>(stored[c], t);
+#pragma GCC unroll 8
+      for (int i = 0; i < MR; i++) {
+        const pair_vec v = reinterpret_cast<pair_vec>(held(load(x[i] + first / 2 + t * W)));
+#pragma GCC unroll 8
+        for (int c = 0; c < NR; c++) sum[i][c] = _mm512_dpbf16_ps(sum[i][c], v, w[c]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+      for (int c = 0; c < NR / 2; c++) chains[i][c] = fma(neighbours(sum[i][2 * c], sum[i][2 * c + 1]), s[c], chains[i][c]);
+  }
+
   template <int MR, int NR>
   inline void follow(vec (&acc)[MR][BLOCK], const float* const* x, int64_t j, int64_t columns, int64_t from, int64_t to) const {
+    constexpr int V = vectors_of_unit<D, group>, together = groups_of<group, V>;
+    constexpr int64_t unit = V * PAIRS, unit_bytes = unit * D::bits / 8;
     if (from == 0) {
       const int64_t bytes = BLOCK * (p.K / group) * size_of(p.w.scale_type);
       fetch(next_scales, bytes, j, NR);
       if (next_biases) fetch(next_biases, bytes, j, NR);
     }
-    constexpr int64_t unit_bytes = UNIT * D::bits / 8;
-    const int64_t whole = from + (to - from) / UNIT * UNIT;
-    Chains<MR, NR> chains;
-    chains.take(acc, j, from == 0);
+    vec chains[MR][NR / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+      for (int c = 0; c < NR / 2; c++) chains[i][c] = zero();
     const uint8_t* at[NR];
     decltype(scales.at(0, 0)) scale[NR];
     int64_t column[NR];
@@ -224,50 +291,31 @@ struct PairBlock {
       at[c] = codes + column[c] * p.w.row_bytes + from * D::bits / 8;
       scale[c] = scales.at(column[c], from / group);
     }
-    if (from == 0 && D::centre != 0) {
-      const float* sums[MR];
-      for (int i = 0; i < MR; i++) sums[i] = x[i] + sums_of(p.K);
-      scales.start(chains.now, sums, column, D::centre);
+    if (from == 0) {
+      if (D::centre != 0) {
+        const float* sums[MR];
+        for (int i = 0; i < MR; i++) sums[i] = x[i] + sums_of(p.K);
+        scales.start(chains, sums, column, D::centre);
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+        for (int c = 0; c < NR / 2; c++) chains[i][c] = acc[i][j / 2 + c];
     }
     const uint8_t* next = codes + ahead(p.w.row_bytes, j, from * D::bits / 8, to * D::bits / 8);
-    // V vectors of x from element `first` on with those of the columns, scaled by s
-    auto add = [&]<int V>(int64_t first, const pair_vec (&w)[NR][V], const vec (&s)[NR]) {
-#pragma GCC unroll 8
-      for (int i = 0; i < MR; i++) {
-        vec sum[NR];
-#pragma GCC unroll 8
-        for (int c = 0; c < NR; c++) sum[c] = zero();
-#pragma GCC unroll 8
-        for (int t = 0; t < V; t++) {
-          const pair_vec v = reinterpret_cast<pair_vec>(NR > 1 ? held(load(x[i] + first / 2 + t * W)) : load(x[i] + first / 2 + t * W));
-#pragma GCC unroll 8
-          for (int c = 0; c < NR; c++) sum[c] = _mm512_dpbf16_ps(sum[c], v, w[c][t]);
-        }
-#pragma GCC unroll 8
-        for (int c = 0; c < NR; c++) chains.now[i][c] = fma(sum[c], s[c], chains.now[i][c]);
-      }
-    };
-    auto unit = [&](int64_t first, const typename D::Codes (&stored)[NR], const vec (&s)[NR]) {
-      pair_vec w[NR][VECTORS];
-      const D& now = D::tables > 1 ? *held(&code) : code;  // many tables stay in memory: chains need the registers
-#pragma GCC unroll 8
-      for (int c = 0; c < NR; c++)
-#pragma GCC unroll 8
-        for (int t = 0; t < VECTORS; t++) w[c][t] = now.decode(stored[c], t);
-      add(first, w, s);
-    };
     int64_t first = from;
-    for (; first < whole; first += UNIT, next += NR * unit_bytes) {
-      typename D::Codes stored[NR];
-      vec s[NR];
+    for (; first + unit <= to; first += unit, next += NR * unit_bytes) {
+      typename D::template Codes<V> stored[NR];
+      vec s[NR / 2];
 #pragma GCC unroll 8
       for (int c = 0; c < NR; c++) {
 #pragma GCC unroll 8
         for (int64_t byte = 0; byte < unit_bytes; byte += 64) __builtin_prefetch(next + c * unit_bytes + byte, 0, 2);
-        stored[c] = D::load(at[c]);
-        s[c] = S::lanes(scale[c]);
+        stored[c] = D::template load<V>(at[c], unit_bytes);
+        if (c % 2) s[c / 2] = S::template lanes<V>(scale[c - 1], scale[c], together);
       }
-      unit(first, stored, s);
+      add<V>(chains, x, first, stored, s);
 #pragma GCC unroll 8
       for (int c = 0; c < NR; c++) {
         at[c] = held(at[c] + unit_bytes);
@@ -276,26 +324,29 @@ struct PairBlock {
     }
     if (first < to) {  // x is zero behind the row's end
       const int64_t bytes = (to - first) * D::bits / 8, groups = (to - first) / group;
-      vec s[NR];
       for (int64_t byte = 0; byte < NR * bytes; byte += 64) __builtin_prefetch(next + byte, 0, 2);
-      if (to - first <= UNIT / 2) {
-        const D& now = D::tables > 1 ? *held(&code) : code;
-        pair_vec w[NR][VECTORS / 2];
+      auto rest = [&]<int some>() {
+        typename D::template Codes<some> stored[NR];
+        vec s[NR / 2];
 #pragma GCC unroll 8
         for (int c = 0; c < NR; c++) {
-          const typename D::Codes stored = D::half(at[c], bytes);
-#pragma GCC unroll 8
-          for (int t = 0; t < VECTORS / 2; t++) w[c][t] = now.decode_half(stored, t);
-          s[c] = tail_lanes<S, together>(scale[c], groups, together / 2);
+          stored[c] = D::template load<some>(at[c], bytes);
+          if (c % 2) s[c / 2] = S::template lanes<some>(scale[c - 1], scale[c], groups);
         }
-        add(first, w, s);
-      } else {
-        typename D::Codes stored[NR];
-        for (int c = 0; c < NR; c++) stored[c] = D::some(at[c], bytes), s[c] = tail_lanes<S, together>(scale[c], groups, together);
-        unit(first, stored, s);
+        add<some>(chains, x, first, stored, s);
+      };
+      if (to - first <= HALF / 2) {
+        rest.template operator()<2>();
+      } else if (V == 4 || to - first <= HALF) {
+        rest.template operator()<4>();
+      } else if constexpr (V == 8) {
+        rest.template operator()<8>();
       }
     }
-    chains.put_back(acc, j, to == p.K);
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+      for (int c = 0; c < NR / 2; c++) acc[i][j / 2 + c] = chains[i][c];
   }
 };
 
@@ -370,7 +421,7 @@ static void all_pair_rows(const Product& p, const Block& block, int64_t n, int64
 // Floats of a thread for the scales of a block.
 template <class D, int group>
 static int64_t scale_floats(const Product& p) {
-  return D::centre == 0 ? BLOCK * rounded_up(p.K / group, groups_of_unit<group>) + W : 0;
+  return D::centre == 0 ? BLOCK * (p.K / group) : 0;
 }
 
 template <class D, int group>
@@ -379,12 +430,8 @@ static ScalesOf<D, group> scales_of(const Product& p, int64_t n, int64_t count) 
   if constexpr (D::centre != 0) {
     return {static_cast<const uint16_t*>(p.w.scales) + n * groups, static_cast<const uint16_t*>(p.w.biases) + n * groups, groups};
   } else {
-    const int64_t stride = rounded_up(groups, groups_of_unit<group>);
-    for (int64_t j = 0; j < count; j++) {
-      widen(p.w.scales, p.w.scale_type, (n + j) * groups, groups, p.scratch + j * stride);
-      for (int64_t g = groups; g < stride; g++) p.scratch[j * stride + g] = 0;
-    }
-    return {p.scratch, stride};
+    widen(p.w.scales, p.w.scale_type, n * groups, count * groups, p.scratch);
+    return {p.scratch, groups};
   }
 }
 
@@ -428,9 +475,9 @@ static bool pairs(const Weights& w, Type type) {
   return w.format == Format::fp4 || (w.format == Format::affine && w.scale_type == Type::bf16 && (w.bits == 4 || w.bits == 8));
 }
 
-// V vectors of elements in the order their codes are decoded in.
+// V vectors of elements, four or two, in the order their codes are decoded in.
 template <int V>
-static inline void order_unit(const __m512i* order, const uint16_t* from, __m512i (&out)[V]) {
+static inline void order_vectors(const __m512i* order, const uint16_t* from, __m512i (&out)[V]) {
   __m512i in[V];
   for (int t = 0; t < V; t++) in[t] = _mm512_loadu_si512(from + t * PAIRS);
   for (int t = 0; t < V; t++) {
@@ -448,8 +495,8 @@ static inline void sum_groups(const __m512i (&x)[V], float* sums) {
   const pair_vec one = as_pairs(_mm512_set1_epi16(0x3f80));
   vec total = zero();
   for (int t = 0; t < V; t++) total = _mm512_dpbf16_ps(total, as_pairs(x[t]), one);
-  if (V < VECTORS) total = plus(total, _mm512_shuffle_f32x4(total, total, 0x4e));  // every group is there twice
-  if (together < 2 && V == VECTORS) total = plus(total, _mm512_shuffle_f32x4(total, total, 0x4e));
+  if (V < 4) total = plus(total, _mm512_shuffle_f32x4(total, total, 0x4e));  // every group is there twice
+  if (together < 2 && V == 4) total = plus(total, _mm512_shuffle_f32x4(total, total, 0x4e));
   if (together < 4) total = plus(total, _mm512_shuffle_f32x4(total, total, 0xb1));
   total = plus(total, _mm512_permute_ps(total, 0x4e));
   total = plus(total, _mm512_permute_ps(total, 0xb1));
@@ -459,55 +506,71 @@ static inline void sum_groups(const __m512i (&x)[V], float* sums) {
 
 template <class D>
 struct Order {
-  __m512i unit[VECTORS], half[VECTORS / 2];
-  Order() {
-    uint16_t places[PAIRS];
-    for (int t = 0; t < VECTORS; t++) {
-      for (int l = 0; l < PAIRS; l++) places[l] = uint16_t(D::place(t, l));
-      unit[t] = _mm512_loadu_si512(places);
-    }
-    for (int t = 0; t < VECTORS / 2; t++) {
-      for (int l = 0; l < PAIRS; l++) places[l] = uint16_t(D::half_place(t, l));
-      half[t] = _mm512_loadu_si512(places);
+  alignas(64) uint16_t half[4][PAIRS], fourth[2][PAIRS];
+  constexpr Order() : half(), fourth() {
+    for (int l = 0; l < PAIRS; l++) {
+      for (int t = 0; t < 4; t++) half[t][l] = uint16_t(D::place(t, l));
+      for (int t = 0; t < 2; t++) fourth[t][l] = uint16_t(D::half_place(t, l));
     }
   }
 };
+template <class D>
+constexpr Order<D> ORDER{};
 
 template <class D, int group>
 static bool order_row(const uint16_t* x, int64_t stride, int64_t K, float* out) {
-  static const Order<D> order;
-  constexpr int together = groups_of_unit<group>;
-  __m512i largest = _mm512_setzero_si512();
+  constexpr int together = groups_of<group, 4>;
+  constexpr bool longer = vectors_of_unit<D, group> > 4;
+  __m512i half[4], fourth[2], largest = _mm512_setzero_si512();
+  for (int t = 0; t < 4; t++) half[t] = _mm512_load_si512(ORDER<D>.half[t]);
+  for (int t = 0; t < 2; t++) fourth[t] = _mm512_load_si512(ORDER<D>.fourth[t]);
   uint16_t* to = reinterpret_cast<uint16_t*>(out);
-  float* sums = out + sums_of(K);
+  float *const in_order = out + sums_of(K) + (K / group + 7) / 8 * 8, *sums = in_order;
+  uint16_t room[2 * HALF];
   auto put = [&](const auto& vectors) {
     for (const __m512i& v : vectors) {
       _mm512_storeu_si512(to, v);
       to += PAIRS;
       largest = _mm512_max_epu16(largest, _mm512_and_si512(v, _mm512_set1_epi16(0x7fff)));
     }
-    if constexpr (D::centre != 0) sum_groups<together>(vectors, sums);
   };
-  for (int64_t k = 0; k < K; k += UNIT, sums += together) {
-    const int64_t count = K - k < UNIT ? K - k : UNIT;
-    uint16_t room[UNIT];
+  auto sum_up = [&](const auto& vectors) {
+    if constexpr (D::centre != 0) sum_groups<together>(vectors, sums);
+    sums += together;
+  };
+  for (int64_t k = 0; k < K;) {
+    const int64_t most = longer && K - k > HALF ? 2 * HALF : HALF, count = K - k < most ? K - k : most;
     const uint16_t* from = x + k * stride;
-    if (stride != 1 || count < UNIT) {
+    if (stride != 1 || count < most) {
       for (int64_t i = 0; i < count; i++) room[i] = from[i * stride];
-      memset(room + count, 0, size_t(2 * (UNIT - count)));
+      memset(room + count, 0, size_t(2 * (most - count)));
       from = room;
     }
-    if (count <= UNIT / 2) {
-      __m512i half[VECTORS / 2];
-      order_unit(order.half, from, half);
-      put(half);
+    if (most > HALF) {
+      __m512i a[4], b[4], both[8];
+      order_vectors(half, from, a), order_vectors(half, from + HALF, b);
+      for (int t = 0; t < 4; t++) both[t] = _mm512_unpacklo_epi64(a[t], b[t]), both[4 + t] = _mm512_unpackhi_epi64(a[t], b[t]);
+      put(both), sum_up(a), sum_up(b);
+    } else if (count <= HALF / 2) {
+      __m512i few[2];
+      order_vectors(fourth, from, few);
+      put(few), sum_up(few);
     } else {
-      __m512i unit[VECTORS];
-      order_unit(order.unit, from, unit);
-      put(unit);
+      __m512i vectors[4];
+      order_vectors(half, from, vectors);
+      put(vectors), sum_up(vectors);
+    }
+    k += count;
+  }
+  if constexpr (D::centre != 0) {
+    const int64_t groups = K / group, eights = (groups + 7) / 8;
+    for (int64_t g = groups; g < 8 * eights; g++) in_order[g] = 0;
+    const __m512i place = _mm512_load_si512(SCALE_OF_LANE<D, group, 0>.whole);  // of sixteen, those of both columns are alike
+    for (int64_t e = 0; e < eights; e++) {  // what is written ends before what is read next
+      const __m512 eight = _mm512_castps256_ps512(_mm256_loadu_ps(in_order + 8 * e));
+      _mm512_storeu_ps(out + sums_of(K) + W * e, _mm512_permutexvar_ps(place, eight));
     }
   }
-  for (int64_t g = K / group; g < rounded_up(K / group, W); g++) out[sums_of(K) + g] = 0;
   return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(short(LARGE))) == 0;
 }
 
