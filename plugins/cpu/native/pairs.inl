@@ -162,8 +162,8 @@ struct ScaleOfLane {
     for (int lane = 0; lane < W; lane++) {
       const int product = lane / 4 * 4 + lane % 2 * 2;  // the first of two neighbours
       int scale = group_of(lane);
-      // groups of less than PAIRS: a lane has eight neighbouring elements
-      if (V > 0) scale = group < PAIRS ? product * 8 / group : D::template part_of_lane<V>(product) * PAIRS / group;
+      // groups of less than PAIRS: a lane has eight neighbouring elements, and in a fourth of a unit all are there twice
+      if (V > 0) scale = group < PAIRS ? product * 8 / group % groups_of<group, V> : D::template part_of_lane<V>(product) * PAIRS / group;
       whole[lane] = uint32_t(scale + column_of(lane) * W), upper[lane] = uint32_t(scale + column_of(lane) * PAIRS) << 16;
     }
   }
