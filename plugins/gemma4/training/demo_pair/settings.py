@@ -108,16 +108,16 @@ class TargetSchedule:
 class DrafterSchedule:
     """As TargetSchedule, for the drafter; `steps` is the number of unrolled drafts per anchor."""
 
-    minutes: float = 18.0
+    minutes: float = 45.0
     batch_rows: int = 8  # in every process
     length: int = 256
-    steps: int = 4
-    step_weights: tuple[float, ...] = (1.0, 0.8, 0.6, 0.5)
+    steps: int = 7
+    step_weights: tuple[float, ...] = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
     hard_share: float = 0.5  # part of the loss on the target's argmax, the rest on its distribution
     peak_rate: float = 3e-3
     warm_up: float = 0.03
     weight_decay: float = 0.05
-    rows: int = 3072  # sequences sampled from the target
+    rows: int = 6144  # sequences sampled from the target
     sample_length: int = 256  # prompt included
 
 
