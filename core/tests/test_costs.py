@@ -234,3 +234,29 @@ def test_a_narrow_round_costs_no_more_than_a_wide_one():
     assert [costs.steps(k) for k in (1, 2, 3)] == [2, 2, 2]
     assert BatchCosts({0: 0.01, 1: 0.03, 2: 0.02}).steps(1) == 2
     assert BatchCosts({0: 0.01, 1: 0.02, 2: 0.03}).steps(2) == 3
+
+
+def test_a_saved_cost_beyond_reason_does_not_bury_a_width():
+    """Saved while the machine was busy, by a run that is long over."""
+    costs = BatchCosts({0: 0.001, 1: 0.0019, 2: 0.03, 3: 0.031})
+    assert costs.steps(1) == pytest.approx(1.9)
+    assert costs.steps(2) == pytest.approx(3.4) and costs.steps(3) == pytest.approx(4.9)
+    for _ in range(3):  # what this run has seen is believed
+        costs.observe(2, 0.03)
+    assert costs.steps(2) == pytest.approx(30.0)
+
+
+def test_a_width_that_was_not_timed_is_saved_as_it_was(tmp_path):
+    """Drift is a guess from the others: applied save after save, its errors would add up."""
+    first = CostModel("pair", tmp_path)
+    for k, seconds in ((0, 0.001), (1, 0.0019), (2, 0.0033)):
+        for _ in range(4):
+            first.for_batch().observe(k, seconds)
+    assert first.save()
+    for slower in (3.0, 0.3, 3.0):
+        costs = CostModel("pair", tmp_path).load()
+        for k, seconds in ((0, 0.001), (1, 0.0019)):
+            for _ in range(4):
+                costs.for_batch().observe(k, seconds * slower)
+        assert costs.save()
+        assert CostModel("pair", tmp_path).load().for_batch().saved[2] == 0.0033

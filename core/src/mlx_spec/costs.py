@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ VERSION = 1
 WINDOW = 16  # samples per K that count
 FIRM = 3  # samples after which a saved value no longer counts
 DOUBT_SAMPLES = 8  # fewer samples than this leave doubt about a K
+DEAREST_DRAFT = 1.5  # plain steps a draft more may make a round dearer, unless it was just timed
 AGING, OLDEST = 0.002, 1.5  # doubt grows so much with every round at another K, up to this
 SAVE_EVERY = 8  # new samples that make a save worth a file
 
@@ -191,6 +193,10 @@ class BatchCosts:
                 self._known[k] = min(self._known[k], least)
                 if self.count(k) >= FIRM or k in self.saved:
                     least = self._known[k]
+            # Nor does a draft more cost much more than a step: a saved cost beyond that was taken on a busier machine.
+            for below, k in pairwise(sorted(known)):
+                if self.count(k) < FIRM:
+                    self._known[k] = min(self._known[k], self._known[below] + DEAREST_DRAFT * (k - below))
         return self._known
 
     def table(self) -> list[dict[str, float]]:
@@ -211,8 +217,9 @@ class BatchCosts:
         return BatchCosts(self.saved, self.prior)
 
     def merged(self) -> dict[int, float]:
-        """Seconds per K worth saving."""
-        values = {k: self.seconds(k) for k in {*self._live, *self.saved} if k == 0 or self.measured(k)}
+        """Seconds per K worth saving; those of a K that was not timed since stay as they were saved."""
+        timed = {k: self.seconds(k) for k, live in self._live.items() if live and (k == 0 or self.measured(k))}
+        values = self.saved | timed
         return {k: v for k, v in values.items() if v is not None}
 
 
