@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -252,6 +253,52 @@ def test_what_was_committed_is_told_before_the_begun_round_fails(at, monkeypatch
     assert shown(handle) == out.token_ids == reply[: len(out.token_ids)]
     assert len(out.rounds) == at - 2  # the prompt's own forward comes first
     assert submit(engine).result().token_ids == reply
+
+
+def fail_once(engine: Engine, monkeypatch) -> None:
+    """The round that the next step begins fails; nothing after it."""
+    kind = type(tiny_target(MODEL))
+
+    def forward(self, tokens, states, taps=()):
+        raise OSError("scripted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", forward)
+        engine.step()
+
+
+def test_a_request_that_comes_after_a_failed_beginning_is_none_of_its_business(monkeypatch):
+    engine = engine_for(right_most_times(), rows=2)
+    first = submit(engine)
+    step_until_begun(engine)
+    fail_once(engine, monkeypatch)
+    second = submit(engine)
+    engine.run()
+    assert first.outcome.error == "OSError: scripted" and shown(first) == first.outcome.token_ids
+    assert (second.outcome.finish_reason, second.outcome.token_ids) == ("length", truth())
+
+
+def test_a_row_cancelled_after_a_failed_beginning_is_cancelled(monkeypatch):
+    engine = engine_for(right_most_times(), rows=2)
+    first = submit(engine)
+    step_until_begun(engine)
+    fail_once(engine, monkeypatch)
+    second = submit(engine)
+    first.cancel()
+    engine.run()
+    assert first.outcome.finish_reason == "cancelled" and second.outcome.token_ids == truth()
+
+
+def test_the_time_of_a_slow_caller_is_nobodys_cost():
+    pair = make_pair(tiny_target(MODEL), right_most_times(), BLOCK)
+    pair.costs = CostModel("")
+    engine = Engine(pair, max_rows=1)
+    handle = engine.submit(Request(prompt_of(9), Sampling(), TOKENS, ignore_eos=True))
+    while engine.step():
+        time.sleep(0.2)
+    costs = pair.costs.for_batch()
+    known = [costs.seconds(k) for k in range(BLOCK)]
+    assert handle.outcome.token_ids == truth() and all(seconds is None or seconds < 0.15 for seconds in known)
 
 
 def right_most_times() -> ScriptedDrafter:

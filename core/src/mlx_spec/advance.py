@@ -17,7 +17,7 @@ from .judge import Judge
 from .membership import join_lanes, leave_lane, single_lane
 from .plain import PlainRun
 from .request import Event, Result, Row
-from .rounds import Clock, DraftFault, Flight, RoundHooks, commit, land, launch, propose, settle
+from .rounds import Clock, DraftFault, Flight, bind_hooks, commit, land, launch, propose, settle
 from .types import RoundRecord
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Advancer:
         self._reported: set[str] = set()
         self._fresh_company = True  # timings of the first round after a change say nothing about K
         self._span_started = 0.0  # of the plain step or round that is under way
+        self._left = 0.0  # when the last step ended
+        self._away = 0.0  # seconds from there to this one: time of the caller, not of what is under way
         self._cleared = 0
         self._late: Exception | None = None  # of what was begun early: raised by the step it was for
 
@@ -63,8 +65,15 @@ class Advancer:
             self._plain.stop()
 
     def drop_all(self) -> list[Row]:
-        """Forget the lane (after an error of the target); returns the rows that were in it."""
-        rows, self.rows, self.lane, self._plain, self._arrivals, self._late = self.rows, [], None, None, [], None
+        """Forget the lane (after an error of the target); returns the rows that were in it or about to join.
+
+        What was begun early fails alone: rows that came meanwhile stay.
+        """
+        count = len(self._lane_rows()) if self._late is not None else len(self.rows)
+        rows, self.rows, self.lane, self._plain = self.rows[:count], self.rows[count:], None, None
+        if self._late is None:
+            self._arrivals = []
+        self._late = None
         return rows
 
     # -- one step ---------------------------------------------------------------------------------------
@@ -75,7 +84,11 @@ class Advancer:
         joining: a request is about to join.
         """
         if self._late is not None:
-            raise self._late
+            if not all(row.finished for row in self._lane_rows()):
+                raise self._late
+            self._late = None  # nobody waits for it any more
+            return self._leave_finished()
+        self._away = time.perf_counter() - self._left
         if not self._under_way:
             self._change_company()
         gone = self._leave_finished()
@@ -84,8 +97,13 @@ class Advancer:
         rows = self._lane_rows()
         self._start_clocks(rows)
         if not self._under_way:
+            self._away = 0.0
             self._begin(rows)
         return self._plain_step(rows) if self.lane.flight is None else self._round(rows, self.lane.flight, joining)
+
+    def _cost(self, seconds: float) -> float | None:
+        """What a step or round of so many seconds tells about costs; nothing, if most were the caller's."""
+        return seconds if self._away < seconds / 2 else None
 
     @property
     def _under_way(self) -> bool:
@@ -222,7 +240,7 @@ class Advancer:
             kept = cut_row(row, result)
             row.timings.plain_steps += 1
             if row.governor is not None:
-                row.governor.observe(0, 0, None if first else seconds)
+                row.governor.observe(0, 0, None if first else self._cost(seconds))
             tokens.append(list(kept.tokens))
             out.append((row, self._tell(row, kept)))
         self._commit_plain(lane, rows, keep, tokens, taps, run)
@@ -233,6 +251,7 @@ class Advancer:
             out += [(row, row.last_event()) for row in rows if row.finished and not row.announced]  # cancelled
             self._remove([i for i, row in enumerate(rows) if row.finished])
         self._housekeep(len(out))
+        self._left = time.perf_counter()
         return out
 
     def _commit_plain(
@@ -281,6 +300,7 @@ class Advancer:
         self._housekeep(sum(len(k.tokens) for k in kept))
         self._prepare(rows)
         clock.lap("emit")
+        self._left = time.perf_counter()
         return out
 
     def _prepare(self, rows: Sequence[Row]) -> None:
@@ -302,7 +322,7 @@ class Advancer:
             accepted = min(result.accepted, len(one.tokens))
             row.count_round(RoundRecord(tuple(result.draft_ids), accepted, one.tokens, count + 1))
             if row.governor is not None:
-                row.governor.observe(count, result.accepted, None if first else seconds, width=widest)
+                row.governor.observe(count, result.accepted, None if first else self._cost(seconds), width=widest)
             if result.draft_fault:
                 self._report(f"draft fault: {result.draft_fault}", rows)
 
@@ -374,21 +394,4 @@ class Advancer:
             self.pair.costs.save()
 
 
-def bind_hooks(pair: Pair) -> RoundHooks:
-    """The three round hooks, each bound once to its owner and core's defaults."""
-    from .plugins import get_manager
-
-    manager = get_manager()
-    drafts = manager.owner_call("spec_propose", pair.drafter_owner)
-    checks = manager.owner_call("spec_verify", pair.owner)
-    target_back = manager.owner_call("spec_rollback", pair.owner)
-    drafter_back = manager.owner_call("spec_rollback", pair.drafter_owner)
-
-    def rollback(lane: Lane, side: str, keep: Sequence[int]) -> object:
-        call = target_back if side == "target" else drafter_back
-        return call(lane=lane, side=side, keep=keep)
-
-    return RoundHooks(drafts, checks, rollback)
-
-
-__all__ = ["Advancer", "RequestError", "bind_hooks"]
+__all__ = ["Advancer", "RequestError"]

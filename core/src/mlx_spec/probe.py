@@ -266,9 +266,9 @@ def probe_prompts(pair: Pair) -> list[list[int]]:
 
 def prove(pair: Pair, fresh: bool = False, tick: Callable[[str], None] = lambda text: None) -> ExactnessReport:
     """The pair's report: from the disk memo when its key is known, else probed now and remembered."""
-    from .advance import bind_hooks
     from .diskcache import read_entry, write_entry
     from .plugins import get_manager
+    from .rounds import bind_hooks
 
     plan = pair.plan
     name = f"{pair.key}-L{plan.block_size}-{plan.exactness_asked}"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .accept import AcceptResult, GreedyBlock, GreedyStep, RowResult
     from .judge import Judge
     from .lane import Lane
+    from .pair import Pair
     from .request import Row
 
 log = logging.getLogger("mlx_spec.round")
@@ -32,6 +33,23 @@ class RoundHooks:
     propose: Callable[..., Draft]
     verify: Callable[..., Any]
     rollback: Callable[..., Any]
+
+
+def bind_hooks(pair: Pair) -> RoundHooks:
+    """The three round hooks, each bound once to its owner and core's defaults."""
+    from .plugins import get_manager
+
+    manager = get_manager()
+    drafts = manager.owner_call("spec_propose", pair.drafter_owner)
+    checks = manager.owner_call("spec_verify", pair.owner)
+    target_back = manager.owner_call("spec_rollback", pair.owner)
+    drafter_back = manager.owner_call("spec_rollback", pair.drafter_owner)
+
+    def rollback(lane: Lane, side: str, keep: Sequence[int]) -> object:
+        call = target_back if side == "target" else drafter_back
+        return call(lane=lane, side=side, keep=keep)
+
+    return RoundHooks(drafts, checks, rollback)
 
 
 @dataclass(slots=True)

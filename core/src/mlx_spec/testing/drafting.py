@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ..advance import bind_hooks
 from ..laws import fit_width
+from ..rounds import bind_hooks
 from ..sampling import Sampling
 from ..shaping import shape_logprobs
 from .compare import same_reply
