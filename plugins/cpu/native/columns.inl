@@ -27,6 +27,13 @@ static void put_block(const Weights& w, int64_t K, int64_t n, int64_t count, flo
   }
 }
 
+// The i-th pair of a row, which may lie at any even address.
+static inline pair_vec pair_of(const float* row, int64_t i) {
+  int32_t pair;
+  memcpy(&pair, reinterpret_cast<const char*>(row) + 4 * i, 4);
+  return as_pairs(_mm512_set1_epi32(pair));
+}
+
 // MR rows from m on by NC blocks, the first of them at `lanes`, column n its first.
 template <int MR, int NC>
 static void lane_tile(const Product& p, const float* lanes, int64_t m, int64_t n, int64_t last) {
@@ -49,7 +56,7 @@ static void lane_tile(const Product& p, const float* lanes, int64_t m, int64_t n
     }
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
-      const pair_vec v = reinterpret_cast<pair_vec>(ones(x[r][i]));
+      const pair_vec v = pair_of(x[r], i);
 #pragma GCC unroll 12
       for (int c = 0; c < NC; c++) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], v, w[c]);
     }
