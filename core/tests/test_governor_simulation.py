@@ -160,8 +160,7 @@ def test_a_losing_pair_costs_little(name, steps, tokens, saved, ahead):
 
     runs = [run(s) for s in range(24)]
     assert mean_of(runs) >= (0.98 if saved else 0.97)
-    worst = 0.97 if saved else 0.95
-    assert min(r.speed for r in runs) >= (worst - 0.01 if ahead else worst)  # it learns of a bad round one round later
+    assert min(r.speed for r in runs) >= (0.97 if saved else 0.95)
 
 
 def mean_of(runs: Sequence[Run]) -> float:

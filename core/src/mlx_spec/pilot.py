@@ -114,12 +114,13 @@ class Pilot:
     def prepare(self, crew: Crew) -> None:
         """Decide on the next round while one is under way and not reported, for whoever asks `ready`.
 
-        Only rounds that go on drafting are decided so: what else may come, such as plain steps and probes, is left to
-        `choose`, which knows of the last round.
+        Only rounds that go on drafting at more than a narrow win are decided so: what one more round may turn, plain
+        steps and probes are left to `choose`, which knows of the last round.
         """
         self._ready = None
         if not (self.parked or self._dry):
-            self._ready = self._decide(crew) or None
+            k = self._decide(crew)
+            self._ready = k if k and self._last[1] >= NARROW_WIN else None
 
     def ready(self, room: int) -> int | None:
         """What `prepare` decided, once and with room for all drafts; None when `choose` has to be asked."""
