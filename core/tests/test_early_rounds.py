@@ -255,38 +255,25 @@ def test_what_was_committed_is_told_before_the_begun_round_fails(at, monkeypatch
     assert submit(engine).result().token_ids == reply
 
 
-def fail_once(engine: Engine, monkeypatch) -> None:
-    """The round that the next step begins fails; nothing after it."""
-    kind = type(tiny_target(MODEL))
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_request_that_comes_after_a_failed_beginning_is_none_of_its_business(cancelled, monkeypatch):
+    engine = engine_for(right_most_times(), rows=2)
+    first = submit(engine)
+    step_until_begun(engine)
 
     def forward(self, tokens, states, taps=()):
         raise OSError("scripted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "forward", forward)
-        engine.step()
-
-
-def test_a_request_that_comes_after_a_failed_beginning_is_none_of_its_business(monkeypatch):
-    engine = engine_for(right_most_times(), rows=2)
-    first = submit(engine)
-    step_until_begun(engine)
-    fail_once(engine, monkeypatch)
+        patch.setattr(type(tiny_target(MODEL)), "forward", forward)
+        engine.step()  # the round it begins fails
     second = submit(engine)
+    if cancelled:
+        first.cancel()
     engine.run()
-    assert first.outcome.error == "OSError: scripted" and shown(first) == first.outcome.token_ids
+    assert first.outcome.finish_reason == ("cancelled" if cancelled else "error")
+    assert first.outcome.error == ("" if cancelled else "OSError: scripted") and shown(first) == first.outcome.token_ids
     assert (second.outcome.finish_reason, second.outcome.token_ids) == ("length", truth())
-
-
-def test_a_row_cancelled_after_a_failed_beginning_is_cancelled(monkeypatch):
-    engine = engine_for(right_most_times(), rows=2)
-    first = submit(engine)
-    step_until_begun(engine)
-    fail_once(engine, monkeypatch)
-    second = submit(engine)
-    first.cancel()
-    engine.run()
-    assert first.outcome.finish_reason == "cancelled" and second.outcome.token_ids == truth()
 
 
 def test_the_time_of_a_slow_caller_is_nobodys_cost():
