@@ -276,6 +276,31 @@ def test_a_request_that_comes_after_a_failed_beginning_is_none_of_its_business(c
     assert (second.outcome.finish_reason, second.outcome.token_ids) == ("length", truth())
 
 
+def test_an_interrupted_reply_is_what_was_told(monkeypatch):
+    engine = engine_for(right_most_times())
+    handle = submit(engine)
+    step_until_begun(engine)
+
+    def interrupted(self, rows, joining):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Advancer, "_begin_early", interrupted)  # a round is committed and not told yet
+    told = shown(handle)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    out = handle.outcome
+    assert out.finish_reason == "error" and told == shown(handle) == out.token_ids == truth()[: len(told)]
+
+
+def test_a_row_that_drafts_nothing_in_company_counts_its_forwards():
+    engine = engine_for(right_most_times(), rows=2)
+    submit(engine)
+    plain = engine.submit(Request(prompt_of(9), Sampling(), 12, ignore_eos=True, speculative=False))
+    engine.run()
+    out = plain.outcome
+    assert out.timings.draft_rounds == 0 and 0.9 <= out.speculation.tokens_per_round <= 1.1
+
+
 def test_the_time_of_a_slow_caller_is_nobodys_cost():
     pair = make_pair(tiny_target(MODEL), right_most_times(), BLOCK)
     pair.costs = CostModel("")

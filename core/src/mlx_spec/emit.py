@@ -60,6 +60,7 @@ def tell_row(row: Row, kept: Kept) -> Event:
         row.announced = True
         text += _flush(row)
     row.reply_text += text
+    row.told += len(kept.tokens)
     logprobs = _logprobs(row, kept)
     return Event(row.request.id, list(kept.tokens), text, row.finish_reason, logprobs, row.error)
 

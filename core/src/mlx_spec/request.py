@@ -179,12 +179,13 @@ class Row:
         self.submitted = time.perf_counter()
         self.started: float | None = None  # first round began
         self.drafting = governor is not None
+        self.told = 0  # reply tokens that events were made of
         self.announced = False  # its caller was told the finish reason
 
     @property
     def reply(self) -> list[int]:
-        """Reply token ids so far."""
-        return self.tokens[self.prompt_length :]
+        """Reply token ids so far; those of a round that was interrupted before its event are none."""
+        return self.tokens[self.prompt_length : self.prompt_length + self.told]
 
     @property
     def finished(self) -> bool:
@@ -212,9 +213,10 @@ class Row:
         """Account one verify with drafts."""
         self.rounds.append(record)
         drafted = len(record.draft_ids)
-        if not drafted:
-            return
         timings, report = self.timings, self.report
+        if not drafted:  # its company drafted
+            timings.plain_steps += 1
+            return
         timings.draft_rounds += 1
         timings.draft_n += drafted
         timings.draft_n_accepted += record.accepted
