@@ -162,8 +162,7 @@ Product describe(const Kernels& k, const Factor& factor) {
   const mx::array* bias = factor.has_bias ? &factor.given.back() : nullptr;
   auto bytes = [](const mx::array* a) -> const void* { return a ? a->data<char>() : nullptr; };
   const int64_t K = packed ? int64_t(w.shape(-1)) * 32 / factor.layout.bits : w.shape(-1);
-  Product p = describe(k, factor.layout, K, w, w.data<char>(), scales, bytes(scales), bytes(biases), bias, bytes(bias), *stored_type(factor.result));
-  return p;
+  return describe(k, factor.layout, K, w, w.data<char>(), scales, bytes(scales), bytes(biases), bias, bytes(bias), *stored_type(factor.result));
 }
 
 class Linear : public mx::Primitive {

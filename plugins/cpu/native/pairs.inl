@@ -153,8 +153,8 @@ constexpr int vectors_of_unit = group < PAIRS ? 4 : D::long_unit;
 template <int group, int V>
 constexpr int groups_of = V * PAIRS > group ? V * PAIRS / group : 1;
 
-// Which of two columns' scales of V vectors a lane of their chains takes, those of the second after `from`: in whole
-// 32 bits, or in the upper half of them. Without a V: at their start, eight groups.
+// Which of two columns' scales of V vectors a lane of their chains takes, those of the second a vector further on: in
+// whole 32 bits, or in the upper half of them. Without a V: at their start, eight groups.
 template <class D, int group, int V>
 struct ScaleOfLane {
   alignas(64) uint32_t whole[W], upper[W];
@@ -217,8 +217,6 @@ struct FloatScales {
     return _mm512_permutex2var_ps(first, _mm512_load_si512(SCALE_OF_LANE<D, group, V>.whole), second);
   }
   const float* at(int64_t column, int64_t g) const { return scales + column * stride + g; }
-  template <int MR, int NR>
-  inline void start(vec (&)[MR][NR / 2], const float* const*, const int64_t (&)[NR], float) const {}
 };
 
 template <class D, int group>
@@ -292,7 +290,7 @@ struct PairBlock {
       scale[c] = scales.at(column[c], from / group);
     }
     if (from == 0) {
-      if (D::centre != 0) {
+      if constexpr (D::centre != 0) {
         const float* sums[MR];
         for (int i = 0; i < MR; i++) sums[i] = x[i] + sums_of(p.K);
         scales.start(chains, sums, column, D::centre);
