@@ -9,11 +9,11 @@ from io import BytesIO
 import pytest
 
 from mlx_spec.benchmark import plot, report
-from mlx_spec.benchmark.method import ARMS, BenchPlan, Run, Trial, WarmUp, at_trial, void_reason
+from mlx_spec.benchmark.method import ARMS, BenchPlan, Run, Trial, WarmUp, at_trial, run_once, void_reason
 from mlx_spec.benchmark.workloads import Workload
 from mlx_spec.cli.bench import save
 from mlx_spec.errors import UsageError
-from mlx_spec.request import Result, SpeculationReport, Timings
+from mlx_spec.request import Event, Result, SpeculationReport, Timings
 from mlx_spec.sampling import Sampling
 
 PATH = {
@@ -24,12 +24,12 @@ PATH = {
     "plain_steps": 2,
     "proposed_by_position": [4, 3],
     "accepted_by_position": [3, 1],
-    "tokens_per_forward": 1.5,
+    "tokens_per_forward": 2.0,
     "governor": "K=2",
     "fallbacks": [],
 }
 NO_DRAFTS = {"proposed_by_position": [], "accepted_by_position": []}
-PLAIN = PATH | {"method": "none", "draft_rounds": 0, "plain_steps": 9} | NO_DRAFTS
+PLAIN = PATH | {"method": "none", "draft_rounds": 0, "plain_steps": 9, "tokens_per_forward": 1.0} | NO_DRAFTS
 CONTEXT = {
     "pair": {
         "exactness": "greedy",
@@ -212,6 +212,42 @@ def test_what_may_mislead_is_said():
     assert "note: more pairs than prompts, so some prompts came twice" in lines
     assert "note: drafter raised ValueError: x" in lines
     assert any(line.startswith("note: the speed had not settled") for line in lines)
+
+
+def test_a_gain_beyond_what_its_forwards_give_is_no_figure():
+    speeds = {**SPEEDS, "code": {"plain": [10.0, 10.0, 4.0], "spec": [20.0, 20.0, 20.0]}}
+    doc = make_document(runs=make_runs(make_plan(), speeds))
+    code, prose = (row for row in report.table(doc) if row[1] == "spec")
+    assert (code[4], prose[4]) == ("implausible", "faster 1/3")
+    assert doc["geometric_mean"] == {"spec": None}
+    (line,) = (line for line in report.remarks(doc) if line.startswith("implausible"))
+    assert "spec on code (2.00x (2.00x-5.00x)): some run gained more than its tokens a forward can give" in line
+    assert "replies of 9 tokens are too short to time: take a larger -n" in line
+    assert not any("over all workloads" in line for line in report.remarks(doc))
+
+
+def test_the_rate_counts_from_the_start_of_decoding(monkeypatch):
+    """The first event comes late and with many tokens: what follows it does not take the time of all rounds."""
+
+    class Handle:
+        def __init__(self, *_: object, **__: object):
+            self.events = [Event(1, [1] * 5, ""), Event(1, [1] * 4, "", "length")]
+
+        def submit(self, request: object) -> Handle:
+            return self
+
+        def __iter__(self):
+            return iter(self.events)
+
+        def result(self) -> Result:
+            done = make_result(rounds=2)
+            done.timings.predicted_per_second = 90.0
+            return done
+
+    monkeypatch.setattr("mlx_spec.engine.Engine", Handle)
+    run = run_once(None, Trial("code", 1, 1, False, [4, 5]), ARMS["fixed"], Sampling(), 9)
+    assert run.decode_per_second == 90.0 and not run.void
+    assert 0 < run.first_token_s <= run.total_s
 
 
 def test_a_clock_that_did_not_run_gives_no_gain():

@@ -92,7 +92,8 @@ class Run:
 
     Attributes:
         first_token_s: from submitting to the first token: prefill and the first step or round.
-        decode_per_second: tokens after the first event over the time they took.
+        decode_per_second: tokens over the time since the prompt was in, as the engine's timings count: the first event
+            comes when the second round is under way, and often with the tokens of a whole one.
         total_s: from submitting to the last token.
         peak_memory, active_memory: bytes, as mlx counts them, peak since the run began.
         path: what the engine says it did.
@@ -198,24 +199,20 @@ def run_once(pair: Pair, trial: Trial, arm: Arm, sampling: Sampling, tokens: int
     gc.collect()
     mx.clear_cache()
     mx.reset_peak_memory()
-    counts: list[int] = []
     times: list[float] = []
     started = time.perf_counter()
     handle = Engine(pair, max_rows=1).submit(request)
     for event in handle:
         if event.token_ids:
-            counts.append(len(event.token_ids))
             times.append(time.perf_counter())
     result = handle.result()
-    first = times[0] - started if times else 0.0
-    span = times[-1] - times[0] if times else 0.0
     return Run(
         workload=trial.workload,
         trial=trial.number,
         arm=arm.name,
-        first_token_s=first,
-        decode_per_second=sum(counts[1:]) / span if span else 0.0,
-        total_s=first + span,
+        first_token_s=times[0] - started if times else 0.0,
+        decode_per_second=result.timings.predicted_per_second,
+        total_s=times[-1] - started if times else 0.0,
         peak_memory=mx.get_peak_memory(),
         active_memory=mx.get_active_memory(),
         ids=result.token_ids,

@@ -17,8 +17,10 @@ from .statistics import Spread, first_difference, geometric_mean, paired_ratios,
 if TYPE_CHECKING:
     from .method import BenchPlan, Run, Trial, WarmUp
 
-FORMAT = "mlx-spec bench 1"
+FORMAT = "mlx-spec bench 2"  # 1 counted decode_per_second from the first event on
 EXACT = ("bitwise", "greedy")  # levels at which a differing reply is a fault
+IMPLAUSIBLE = "implausible"
+BEYOND = 1.1  # a gain over what its tokens per forward explain that timings of short replies may differ by
 Document = dict[str, Any]
 
 
@@ -132,7 +134,21 @@ def gains(runs: Sequence[Run], base: Sequence[Run]) -> Document:
         return {"decode_gain": None, "total_gain": None, "verdict": "no figures"}
     decode = paired_ratios([run.decode_per_second for run in runs], [run.decode_per_second for run in base])
     total = paired_ratios([run.total_s for run in base], [run.total_s for run in runs])
-    return {"decode_gain": asdict(decode), "total_gain": asdict(total), "verdict": verdict(decode.values)}
+    found = {"decode_gain": asdict(decode), "total_gain": asdict(total)}
+    return found | {"verdict": IMPLAUSIBLE if implausible(runs, base) else verdict(decode.values)}
+
+
+def implausible(runs: Sequence[Run], base: Sequence[Run]) -> bool:
+    """True when some run gained more than its tokens per forward explain.
+
+    A verify costs no less than a plain step: the reference was slowed by something else, or the reply was too short to
+    be timed.
+    """
+    return any(
+        run.decode_per_second * reference.path["tokens_per_forward"]
+        > BEYOND * reference.decode_per_second * run.path["tokens_per_forward"]
+        for run, reference in zip(runs, base, strict=True)
+    )
 
 
 def acceptance(runs: Sequence[Run]) -> Document:
@@ -155,14 +171,12 @@ def acceptance(runs: Sequence[Run]) -> Document:
 
 
 def overall(plan: BenchPlan, runs: Sequence[Run]) -> dict[str, float | None]:
-    """Per arm, the geometric mean over workloads of its median decode gain; None without figures."""
+    """Per arm, the geometric mean over workloads of its median decode gain; None where one is no figure."""
     out: dict[str, float | None] = {}
     for arm in plan.arms[1:]:
-        found = [
-            gains(of_arm(runs, w.name, arm.name), of_arm(runs, w.name, plan.arms[0].name))["decode_gain"]
-            for w in plan.workloads
-        ]
-        out[arm.name] = None if None in found else geometric_mean([gain["median"] for gain in found])
+        found = [gains(of_arm(runs, w.name, arm.name), of_arm(runs, w.name, plan.arms[0].name)) for w in plan.workloads]
+        usable = all(gain["decode_gain"] and gain["verdict"] != IMPLAUSIBLE for gain in found)
+        out[arm.name] = geometric_mean([gain["decode_gain"]["median"] for gain in found]) if usable else None
     return out
 
 
@@ -212,6 +226,14 @@ def _ranged(spread: Document, form: str, unit: str = "", scale: float = 1.0) -> 
 NO_GAIN = {"median": 1.0}
 
 
+def _doubt(entry: Document, tokens: int) -> str:
+    return (
+        f"implausible: {entry['arm']} on {entry['workload']} ({_ranged(entry['decode_gain'], '{:.2f}x')}): some run "
+        f"gained more than its tokens a forward can give ({entry['tokens_per_forward']:.2f} over all); something "
+        f"slowed the run it is compared with, or replies of {tokens} tokens are too short to time: take a larger -n"
+    )
+
+
 def _loss(entry: Document) -> str:
     gain = entry["decode_gain"]
     if gain["high"] >= 1:
@@ -224,6 +246,8 @@ def remarks(doc: Document) -> list[str]:
     gains = {} if doc["void"] else doc["geometric_mean"]
     lines = [f"{arm}: {gain:.2f}x over all workloads (geometric mean)" for arm, gain in gains.items() if gain]
     lines += [_loss(e) for e in doc["summary"] if (e.get("decode_gain") or NO_GAIN)["median"] < 1 and not e["void"]]
+    tokens = doc["method"]["max_tokens"]
+    lines += [_doubt(e, tokens) for e in doc["summary"] if e.get("verdict") == IMPLAUSIBLE and not e["void"]]
     if doc["tokens_equal"] is None:
         lines.append("tokens: not compared, since rejection keeps the distribution and not the tokens")
     elif doc["tokens_equal"]:

@@ -19,7 +19,7 @@ from .report import Document, acceptance, document, of_arm
 if TYPE_CHECKING:
     from ..pair import Pair
 
-FORMAT = "mlx-spec tune 1"
+FORMAT = "mlx-spec tune 2"  # 1 counted decode_per_second from the first event on
 NOISE = 2.0  # standard errors a gain must stand above 1
 NEAR = 0.02  # gains this close to the best are as good, and the narrowest of them is taken
 
