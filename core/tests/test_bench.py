@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -228,10 +229,18 @@ def test_a_drafter_that_never_drafts_voids_the_result(target, scripted, tmp_path
     scripted(empty)
     out = bench(target, "--workload", "code", "--out", tmp_path)
     assert out.exit_code == 1
-    assert "VOID code 1, fixed: no round drafted" in out.stdout
+    assert re.search(r"VOID code 1, fixed: 0 of \d\d forwards drafted, expected at least 1 \(K=.*\)", out.stdout)
     assert "bench: found a void run" in out.stderr
+    assert "a larger -n leaves more rounds to draft in." in out.stderr and "--arms plain,fixed" not in out.stderr
     found = json.loads((tmp_path / "bench.json").read_text())
     assert found["void"] is True and len(found["void_reasons"]) == 3
+
+
+def test_a_void_run_of_the_governor_is_sent_to_the_arm_without_one(target, scripted):
+    scripted(empty)
+    out = bench(target, "--workload", "code", "--arms", "plain,spec")
+    assert out.exit_code == 1
+    assert "-n leaves more rounds to draft in, and --arms plain,fixed drafts without the governor." in out.stderr
 
 
 def test_wrong_drafts_cost_speed_and_no_tokens(target, scripted):

@@ -104,7 +104,7 @@ def make_result(
     tokens: int = 9, finish: str = "length", active: bool = True, rounds: int = 4, error: str = ""
 ) -> Result:
     """A reply with these facts."""
-    timings = Timings(draft_rounds=rounds)
+    timings = Timings(draft_rounds=rounds, plain_steps=9 - rounds)
     spec = SpeculationReport(active=active, method="mtp", reason="why not", governor="parked")
     return Result([1] * tokens, "", finish, 2, timings, spec, [], None, error)
 
@@ -117,7 +117,7 @@ def make_result(
         ("spec", {}, ""),
         ("fixed", {}, ""),
         ("spec", {"active": False}, "speculation was off: why not"),
-        ("fixed", {"rounds": 0}, "no round drafted (parked)"),
+        ("fixed", {"rounds": 0}, "0 of 9 forwards drafted, expected at least 1 (parked)"),
         ("spec", {"tokens": 8}, "the reply has 8 tokens, 9 were asked for"),
         ("plain", {"rounds": 0, "finish": "error", "error": "NaN"}, "the reply ended in an error: NaN"),
     ],
@@ -164,12 +164,12 @@ def test_the_table_has_a_cell_for_every_column():
 def test_a_void_run_voids_the_document():
     plan = make_plan()
     runs = make_runs(plan, SPEEDS)
-    runs[3].void = "no round drafted (parked)"
+    runs[3].void = "0 of 9 forwards drafted"
     doc = make_document(plan, runs)
     assert doc["void"] and report.failed(doc)
-    assert doc["void_reasons"] == ["code 2, spec: no round drafted (parked)"]
+    assert doc["void_reasons"] == ["code 2, spec: 0 of 9 forwards drafted"]
     assert [row[3] for row in report.table(doc)].count("VOID") == 1
-    assert report.remarks(doc)[-1] == "VOID code 2, spec: no round drafted (parked)"
+    assert report.remarks(doc)[-1] == "VOID code 2, spec: 0 of 9 forwards drafted"
     assert not any(line.startswith(("loss: spec is slower on code", "spec: ")) for line in report.remarks(doc))
 
 

@@ -265,5 +265,5 @@ def void_reason(arm: Arm, result: Result, tokens: int) -> str:
     if not spec.active:
         return f"speculation was off: {spec.reason}"
     if not timings.draft_rounds and not arm.may_idle:
-        return f"no round drafted ({spec.governor or spec.method})"
+        return f"0 of {timings.plain_steps} forwards drafted, expected at least 1 ({spec.governor or spec.method})"
     return ""

@@ -78,10 +78,18 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
             "bench",
             found="a void run" if doc["void"] else "replies that differ between the arms",
             expected="every run on the path of its arm, and equal replies",
-            next_step="See the lines above; --arms plain,fixed measures without the governor" if doc["void"] else
-            "Run spec probe, and report this with the JSON document",
+            next_step=next_step(doc),
             code="R30",
-        )  # fmt: skip
+        )
+
+
+def next_step(doc: dict[str, Any]) -> str:
+    """What to do about a result that cannot be used."""
+    if not doc["void"]:
+        return "Run spec probe, and report this with the JSON document"
+    pinned = any(arm["speculative"] and not arm["adaptive"] for arm in doc["method"]["arms"])
+    advice = "" if pinned else ", and --arms plain,fixed drafts without the governor"
+    return f"See the lines above; a larger -n leaves more rounds to draft in{advice}"
 
 
 def make_plan(values: dict[str, Any], chosen: PairOptions) -> BenchPlan:
