@@ -52,7 +52,10 @@ def test_it_succeeds_and_prints_a_table(done):
     out, _ = done
     assert out.exit_code == 0, out.output
     lines = out.stdout.splitlines()
-    assert lines[0] == "3 alternating runs of 24 tokens, median (lowest-highest)"
+    assert lines[0] == (
+        "3 alternating runs of 24 tokens, median (lowest-highest); "
+        "gains are medians of paired runs and do not divide from the speeds"
+    )
     assert [line.split()[:2] for line in lines[2:6]] == [
         ["code", "plain"],
         ["code", "fixed"],

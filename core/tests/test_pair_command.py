@@ -41,6 +41,7 @@ def test_a_drafter_that_is_always_right(folders):
     assert 1 <= len(said["gain"]["ratios"]) <= 3
     assert said["gain"]["verdict"] == verdict(said["gain"]["ratios"], said["gain"]["governor"])
     assert "x (" in rows["gain"] and "on this prompt" in rows["gain"]
+    assert "a median of paired runs, which does not divide from the speeds" in result.stdout
     assert said["gain"]["tokens_per_round"] > 1 and said["gain"]["token_ids_equal"]
 
 

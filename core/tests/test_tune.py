@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tinymodels import LLAMA, write_model, write_tokenizer
 
 from mlx_spec import diskcache
 from mlx_spec.benchmark import method
-from mlx_spec.benchmark.tune import WidthResult, choose, gain_and_range, width_arms
+from mlx_spec.benchmark.tune import COLUMNS, WidthResult, choose, gain_and_range, table, width_arms
 from mlx_spec.cli import cli
 from mlx_spec.pair import load
 from mlx_spec.tuned import AREA, Tuned, forget_tuned, read_tuned, write_tuned
@@ -64,6 +65,30 @@ def width(L: int, gain: float, low: float | None = None, void: str = "") -> Widt
 def test_the_choice(widths, want):
     chosen = choose(widths)
     assert (chosen.block_size if chosen else None) == want
+
+
+def test_a_width_that_lost_says_why():
+    """One that wins but gains less, one that noise may explain, one that is slower whatever noise explains."""
+    widths = [
+        replace(width(2, 1.2), high=1.3),
+        replace(width(3, 1.5), high=1.6),
+        replace(width(4, 1.04, low=0.95), high=1.11),
+        replace(width(5, 0.97, low=0.9), high=1.02),
+        replace(width(6, 0.8), high=0.9),
+        width(7, 9.9, void="it fell over"),
+    ]
+    sweep = [asdict(one) | {"wins": one.wins, "loses": one.loses} for one in widths]
+    rows = table({"sweep": sweep, "chosen": 3, "plain_per_second": 100.0})
+    assert COLUMNS[-1] == "verdict"
+    assert [row[-1] for row in rows] == [
+        "",
+        "20% slower than L=3",
+        "chosen",
+        "faster by 4%, within noise (0.95x-1.11x)",
+        "slower by 3%, within noise (0.90x-1.02x)",
+        "slower by 20%",
+        "VOID",
+    ]
 
 
 def test_every_width_is_an_arm_at_its_full_width():
@@ -150,6 +175,10 @@ def test_the_best_width_is_stored_and_used_from_then_on(target, speeds, tmp_path
     assert out.exit_code == 0, out.output
     assert "best: L=3 (2 drafted tokens); stored: L=3" in out.stdout
     assert "1.60x" in out.stdout and out.stdout.count("chosen") == 1
+    lines = out.stdout.splitlines()
+    assert lines[0].endswith("on each of code; gains are means of paired runs and do not divide from the speeds")
+    ends = ["31% slower than L=3", "chosen", "no better than L=3, which is narrower", "25% slower than L=3"]
+    assert [re.split(r"  +", line)[-1] for line in lines[3:7]] == ends
     plan = pair_of(target).plan
     assert (plan.block_size, plan.block_size_from) == (3, "tuned") and "1.60x plain" in plan.notes[0]
     assert "block_size=3 block_size_from=tuned" in plan.line()

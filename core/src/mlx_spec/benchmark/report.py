@@ -182,6 +182,7 @@ def overall(plan: BenchPlan, runs: Sequence[Run]) -> dict[str, float | None]:
 
 # -- tables ---------------------------------------------------------------------------------------------
 
+PAIRED = "gains are medians of paired runs and do not divide from the speeds"
 COLUMNS = (
     "workload",
     "arm",

@@ -205,7 +205,8 @@ def tune_document(
 
 # -- tables ------------------------------------------------------------------------------------------------
 
-COLUMNS = ("L", "decode tok/s", "gain", "at least", "accepted by position", "tok/forward", "draft", "verify", "")
+COLUMNS = ("L", "decode tok/s", "gain", "at least", "accepted by position", "tok/forward", "draft", "verify", "verdict")
+PAIRED = "gains are means of paired runs and do not divide from the speeds"
 
 
 def table(doc: Document) -> list[tuple[str, ...]]:
@@ -213,7 +214,6 @@ def table(doc: Document) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("plain", f"{doc['plain_per_second']:.1f}", "1.00x", "", "", "1.00", "", "", "")]
     for width in doc["sweep"]:
         rates = " ".join(f"{rate:.0%}" for rate in width["acceptance_by_position"])
-        mark = "chosen" if width["block_size"] == doc["chosen"] else "VOID" if width["void"] else ""
         rows.append(
             (
                 str(width["block_size"]),
@@ -224,10 +224,26 @@ def table(doc: Document) -> list[tuple[str, ...]]:
                 f"{width['tokens_per_forward']:.2f}",
                 _ms(width["draft_ms"]),
                 _ms(width["verify_ms"]),
-                mark,
+                _verdict(width, doc),
             )
         )
     return rows
+
+
+def _verdict(width: Mapping[str, Any], doc: Document) -> str:
+    """Why this width was chosen or was not."""
+    if width["block_size"] == doc["chosen"]:
+        return "chosen"
+    if width["void"]:
+        return "VOID"
+    if not width["wins"]:
+        gain = width["gain"]
+        by = f"{'slower' if gain < 1 else 'faster'} by {abs(gain - 1):.0%}"
+        return by if width["loses"] else f"{by}, within noise ({width['low']:.2f}x-{width['high']:.2f}x)"
+    best = max((w for w in doc["sweep"] if w["wins"]), key=lambda w: w["gain"])
+    if width["gain"] >= best["gain"] * (1 - NEAR):
+        return f"no better than L={doc['chosen']}, which is narrower"
+    return f"{1 - width['gain'] / best['gain']:.0%} slower than L={best['block_size']}"
 
 
 def _ms(value: float | None) -> str:

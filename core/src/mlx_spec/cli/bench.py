@@ -201,14 +201,12 @@ def save(doc: dict[str, Any], folder: Path) -> None:
 
 def show(doc: dict[str, Any], as_json: bool) -> None:
     """The document, or its tables and what must be said beside them."""
-    from ..benchmark.report import COLUMNS, remarks, table, to_json
+    from ..benchmark.report import COLUMNS, PAIRED, remarks, table, to_json
 
     if as_json:
         print(to_json(doc))
         return
-    title = (
-        f"{doc['method']['pairs']} alternating runs of {doc['method']['max_tokens']} tokens, median (lowest-highest)"
-    )
-    print_table(COLUMNS, table(doc), title)
+    runs = f"{doc['method']['pairs']} alternating runs of {doc['method']['max_tokens']} tokens"
+    print_table(COLUMNS, table(doc), f"{runs}, median (lowest-highest); {PAIRED}")
     for line in remarks(doc):
         print(line)

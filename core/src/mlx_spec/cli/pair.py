@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..request import Result
 
 SAMPLE_TOKENS = 96
+PAIRED = "a median of paired runs, which does not divide from the speeds"
 TURNS, LONG = 3, 10.0  # runs of each kind, and seconds after which no further turn begins
 
 
@@ -147,6 +148,7 @@ def _rows(pair: Pair, gain: dict[str, Any] | None) -> list[tuple[str, object]]:
             ("plain", f"{gain['plain_per_second']:.1f} tokens/s"),
             ("speculative", f"{gain['speculative_per_second']:.1f} tokens/s"),
             ("gain", gain["verdict"]),
+            *([("", PAIRED)] if len(gain["ratios"]) > 1 else []),
             ("acceptance", f"{accept + ' by position' if accept else 'no drafts'}, {per} tokens per forward"),
             ("tokens equal", "yes" if gain["token_ids_equal"] else "NO"),
             ("governor", gain["governor"]),

@@ -222,17 +222,14 @@ def save(doc: dict[str, Any], folder: Path) -> None:
 def show(doc: dict[str, Any], as_json: bool) -> None:
     """The document, or the sweep and what became of it."""
     from ..benchmark.report import to_json
-    from ..benchmark.tune import COLUMNS, table
+    from ..benchmark.tune import COLUMNS, PAIRED, table
 
     if as_json:
         print(to_json(doc))
         return
     names = ", ".join(dict.fromkeys(trial["workload"] for trial in doc["prompts"]))
-    print_table(
-        COLUMNS,
-        table(doc),
-        f"{doc['method']['pairs']} alternating runs of {doc['method']['max_tokens']} tokens on each of {names}",
-    )
+    runs = f"{doc['method']['pairs']} alternating runs of {doc['method']['max_tokens']} tokens on each of {names}"
+    print_table(COLUMNS, table(doc), f"{runs}; {PAIRED}")
     for width in doc["sweep"]:
         if width["void"]:
             print(f"VOID L={width['block_size']}: {width['void']}")
