@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
@@ -110,6 +111,21 @@ def test_every_code_has_an_entry():
     letters = {argument.partition(":")[2] for argument in asked if argument.startswith("mlx_spec:")}
     assert {code.code[0] for code in docblocks.error_tables()["mlx_spec"]} == letters
     assert set(docblocks.error_tables()) - {"mlx_spec"} == {argument for argument in asked if ":" not in argument}
+
+
+def test_every_line_of_the_governor_is_explained():
+    """Every text that its `state` is made of stands in the table; figures in between are left out."""
+    told = set()
+    for name in ("governor", "pilot"):
+        tree = ast.parse((ROOT / f"core/src/mlx_spec/{name}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name == "state":
+                body = ast.walk(ast.Module(node.body[1:], []))  # without the docstring
+                told |= {part.value for part in body if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+    texts = {text.strip(" ();") for text in told if re.search(r"[a-z]{4}", text)}
+    assert {"not started", "probing now", "times in a row", "plain steps", "x plain estimated"} <= texts
+    page = PAGES["benchmarking.md"].read_text()
+    assert [text for text in sorted(texts) if text not in page] == []
 
 
 def test_every_public_name_is_documented():
