@@ -331,7 +331,15 @@ def test_candidates_are_checked(folder, monkeypatch, tmp_path):
     fits = {d["source"]: d for d in json.loads(result.stdout)["drafters"]}
     assert fits[str(small)]["kind"] == "full-model" and fits[str(small)]["fits"]
     assert not fits[str(tmp_path / "empty")]["fits"] and "it is empty" in fits[str(tmp_path / "empty")]["reason"]
-    assert result.exit_code == 0
+    assert result.exit_code == 1 and result.stderr.startswith(f"drafter {tmp_path / 'empty'} does not fit: ")
+
+
+def test_a_candidate_that_does_not_fit_is_told_and_exits_1(folder):
+    small, path = folder("small-llama"), folder()
+    result = run(small, "--drafter", path)
+    assert result.exit_code == 1 and "full-model" in result.stdout
+    assert result.stderr.startswith(f"drafter {path} does not fit: ") and "Traceback" not in result.output
+    assert run(path, "--drafter", small).exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["/no/such/drafter", "", "http://x/y"])

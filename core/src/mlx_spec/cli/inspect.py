@@ -48,6 +48,8 @@ def command(
 ) -> None:
     """Say what MODEL (a directory, a hub id or demo:PLUGIN) is; exit 1 when it cannot be used as it is.
 
+    Exit 1 also when a drafter given with --drafter does not fit it.
+
     Reads files only. Of a drafter head, in the model or given with --drafter, every stage is told: declared in
     config.json, tensors, shapes, norms, quantisation, the trunk it belongs to, and what the exactness probe found, if
     it ran before.
@@ -73,7 +75,10 @@ def command(
                 print_table(STAGES, stage_rows(drafter.stages), f"head in {drafter.source}")
         for problem in report.problems:
             note(problem.line())
-    if not report.ok:
+    refused = [drafter for drafter in report.drafters if drafter.source in drafters and not drafter.fits]
+    for drafter in refused:
+        note(f"drafter {drafter.source} does not fit: {drafter.reason}")
+    if refused or not report.ok:
         ctx.exit(1)
 
 
