@@ -17,6 +17,7 @@ from mlx_spec import diskcache
 from mlx_spec.benchmark import method
 from mlx_spec.benchmark.tune import COLUMNS, WidthResult, choose, gain_and_range, table, width_arms
 from mlx_spec.cli import cli
+from mlx_spec.costs import load_costs
 from mlx_spec.pair import load
 from mlx_spec.tuned import AREA, Tuned, forget_tuned, read_tuned, write_tuned
 from mlx_spec.types import DrafterCard
@@ -241,9 +242,40 @@ def test_forget_removes_it_without_measuring(target, monkeypatch):
     key = pair_of(target).key
     write_tuned(key, Tuned(4, 1.5, "2026-01-02T00:00:00Z"))
     monkeypatch.setattr(method, "run_once", lambda *_: pytest.fail("measured"))
-    assert "the stored block size is removed" in tune(target, "--forget").stderr
+    assert tune(target, "--forget").stderr == "forgotten for this pair on this machine: block size L=4\n"
     assert read_tuned(key) is None
-    assert "no block size was stored" in tune(target, "--forget").stderr
+    assert tune(target, "--forget").stderr == "forgotten for this pair on this machine: nothing\n"
+
+
+def test_forget_drops_learned_costs(target, monkeypatch):
+    """Of this pair alone, for every batch size; the next run starts from nothing."""
+    key = pair_of(target).key
+    for name in (key, "another"):
+        learned = load_costs(name)
+        for rows, k in ((1, 0), (1, 3), (2, 0)):
+            for _ in range(3):
+                learned.for_batch(rows).observe(k, 0.01 * (k + 1))
+        assert learned.save(force=True)
+    write_tuned(key, Tuned(4, 1.5, "2026-01-02T00:00:00Z"))
+    assert tune(target, "--forget").stderr == (
+        "forgotten for this pair on this machine: block size L=4, "
+        "costs and acceptance of rounds at K=0, 3; K=0 with 2 rows\n"
+    )
+    assert load_costs(key).for_batch(1).blank and not load_costs("another").for_batch(1).blank
+    assert tune(target, "--forget").stderr == "forgotten for this pair on this machine: nothing\n"
+
+
+def test_what_cannot_be_forgotten_is_said(target, monkeypatch):
+    write_tuned(pair_of(target).key, Tuned(4, 1.5, "2026-01-02T00:00:00Z"))
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(diskcache, "_said", set())
+    said = tune(target, "--forget").stderr
+    assert "could not be removed: Permission denied. It stays in use." in said
+    assert said.endswith("forgotten for this pair on this machine: nothing\n")
 
 
 def test_without_a_width_asked_for_a_little_more_than_the_default_is_tried(target, speeds):

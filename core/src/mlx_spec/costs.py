@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .diskcache import read_entry, write_entry
+from .diskcache import read_entry, remove_entry, write_entry
 
 AREA = "costs"
 VERSION = 1
@@ -303,6 +303,17 @@ class CostModel:
 def load_costs(key: str, directory: Path | None = None, prior: CostPrior | None = None) -> CostModel:
     """The cost model of a pair on this machine, with what earlier runs learned."""
     return CostModel(f"{key}-{machine_key()}" if key else "", directory, prior).load()
+
+
+def forget_costs(key: str, directory: Path | None = None) -> dict[int, list[int]] | None:
+    """Remove what runs learned of a pair on this machine; returns, per batch size, each K that had a cost.
+
+    None when there was nothing, or when it could not be removed, which is said.
+    """
+    model = load_costs(key, directory)
+    if not model.key or not remove_entry(AREA, model.key, directory):
+        return None
+    return {rows: sorted(costs) for rows, costs in sorted(model._saved.items())}
 
 
 def machine_key() -> str:

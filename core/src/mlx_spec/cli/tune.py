@@ -56,7 +56,7 @@ FEWEST_WIDEST = 6  # L tried at least, where the drafter can do it: what it decl
 @click.option("--seed", type=WHOLE, default=0, show_default=True, help="Seed of the first trial under --temp.")
 @click.option("--no-chat-template", is_flag=True, help="Use the prompts as they are.")
 @click.option("--no-store", is_flag=True, help="Measure only; what is stored stays as it is.")
-@click.option("--forget", is_flag=True, help="Remove what is stored for this pair, without measuring.")
+@click.option("--forget", is_flag=True, help="Drop what was learned of this pair here (block size, costs) and end.")
 @click.option("--out", type=Folder(), help="Folder for tune.json and tune.png; files of those names are replaced.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON document instead of tables.")
 def command(out: str | None, as_json: bool, **values: Any) -> None:
@@ -73,11 +73,12 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
     chosen = read_pair_options(values)
     if chosen.block_size is None:
         chosen = replace(chosen, block_size=widest_to_try(chosen), block_size_from=SWEEP)
+    if values["forget"]:
+        with progress("loading") as steps:
+            forget(load_pair({**values, "no_probe": True}, chosen, steps))
+        return
     with progress("loading and probing") as steps:
         pair = load_pair(values, chosen, steps)
-    if values["forget"]:
-        forget(pair)
-        return
     doc = run(pair, values, chosen)
     refuse_bad(doc)
     doc["stored"] = store(pair, doc) if not values["no_store"] else "not asked to"
@@ -112,10 +113,19 @@ def refuse_idle(found: str, step: str) -> RefusedError:
 
 
 def forget(pair: Pair) -> None:
-    """Remove what is stored for the pair and say so."""
-    from ..tuned import forget_tuned
+    """Drop what runs of the pair left on this machine, and say what that was."""
+    from ..costs import forget_costs
+    from ..tuned import forget_tuned, read_tuned
 
-    note("the stored block size is removed" if forget_tuned(pair.key) else "no block size was stored for this pair")
+    tuned = read_tuned(pair.key)
+    gone = []
+    if forget_tuned(pair.key):
+        gone.append(f"block size L={tuned.block_size}" if tuned is not None else "a block size of no use")
+    costs = forget_costs(pair.key)
+    if costs is not None:
+        of = [f"K={', '.join(map(str, ks))}{f' with {rows} rows' if rows > 1 else ''}" for rows, ks in costs.items()]
+        gone.append(f"costs and acceptance of rounds at {'; '.join(of)}" if of else "costs of no use")
+    note(f"forgotten for this pair on this machine: {', '.join(gone) or 'nothing'}")
 
 
 def run(pair: Pair, values: dict[str, Any], chosen: PairOptions) -> dict[str, Any]:
