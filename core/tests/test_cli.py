@@ -309,6 +309,31 @@ def test_text_the_terminal_cannot_show_is_escaped(tmp_path):
         assert done.returncode == 1 and shown in done.stdout and "internal error" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["plugins", "inspect", "new"])
+def test_a_misspelt_variable_is_named_once_by_every_command(spec, tmp_path, command):
+    arguments = {"plugins": ["--json"], "inspect": [str(tmp_path), "--json"], "new": ["drafter", "x", "--help"]}
+    found = spec(command, *arguments[command], MLX_SPEC_DRAFT_KND="mtp", MLX_SPEC_QQ9="1")
+    told = [line for line in found.stderr.splitlines() if "MLX_SPEC_" in line]
+    assert told == [
+        "WARNING not read, since no setting is called so: MLX_SPEC_DRAFT_KND (did you mean MLX_SPEC_DRAFT_KIND?), "
+        "MLX_SPEC_QQ9; spec doctor lists the settings"
+    ]
+    assert "MLX_SPEC_" not in found.stdout or command == "new"
+    assert not any("MLX_SPEC_" in line for line in spec(command, *arguments[command]).stderr.splitlines())
+
+
+def test_the_doctor_names_a_misspelt_variable_in_its_table_alone(spec):
+    found = spec("doctor", "--json", MLX_SPEC_DRAFT_KND="mtp")
+    assert "MLX_SPEC_DRAFT_KND means nothing here" in found.stdout and "MLX_SPEC_DRAFT_KND" not in found.stderr
+
+
+def test_looking_for_misspelt_variables_loads_nothing_heavy(monkeypatch):
+    monkeypatch.setenv("MLX_SPEC_LOG_LEVEL", "error")
+    for name in ("MLX_SPEC_CACHE_DIR", "MLX_SPEC_KERNELS"):
+        monkeypatch.delenv(name)
+    assert loaded_after("from mlx_spec.settings import unknown_variables\nassert unknown_variables() == []") == set()
+
+
 def test_log_level_reaches_the_logger(spec):
     quiet, loud = spec("plugins"), spec("plugins", MLX_SPEC_LOG_LEVEL="debug", MLX_SPEC_PLUGINS="ghost")
     assert quiet.stderr == "" and loud.returncode == 0

@@ -108,10 +108,12 @@ def choose(field: str, explicit: Any = None) -> tuple[Any, str]:
 
 def unknown_variables() -> list[tuple[str, str | None]]:
     """MLX_SPEC_* variables that mean nothing here, each with the closest known name or None."""
+    given = [name.removeprefix(PREFIX) for name in sorted(os.environ) if name.startswith(PREFIX)]
+    if all(name.lower() in Early.__slots__ for name in given):  # every command asks: no pydantic for those
+        return []
     from .settings_model import Settings
 
     known = [field.upper() for field in Settings.model_fields]
-    given = [name.removeprefix(PREFIX) for name in sorted(os.environ) if name.startswith(PREFIX)]
     close = {name: next(iter(get_close_matches(name, known, n=1)), None) for name in given if name not in known}
     return [(PREFIX + name, match and PREFIX + match) for name, match in close.items()]
 

@@ -19,7 +19,9 @@ import click
 
 from .. import __version__
 from ..errors import FINDINGS, PluginError, RefusedError, SpecError
-from ..settings import early
+from ..settings import early, unknown_variables
+
+log = logging.getLogger("mlx_spec.settings")
 
 # name -> (where the command lives, its line in `spec --help`)
 COMMANDS = {
@@ -232,6 +234,14 @@ def configure_logging() -> None:
         logger.addHandler(handler)
 
 
+def warn_of_misspelt() -> None:
+    """One line about MLX_SPEC_* variables that nothing reads."""
+    unknown = unknown_variables()
+    if unknown:
+        told = [f"{name} (did you mean {close}?)" if close else name for name, close in unknown]
+        log.warning("not read, since no setting is called so: %s; spec doctor lists the settings", ", ".join(told))
+
+
 @click.group("spec", cls=SpecGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="mlx-spec")
 def cli() -> None:
@@ -241,6 +251,8 @@ def cli() -> None:
     checks the installation.
     """
     configure_logging()
+    if click.get_current_context().invoked_subcommand != "doctor":  # which tells of each in its table
+        warn_of_misspelt()
 
 
 def main() -> NoReturn:
