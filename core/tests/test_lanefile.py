@@ -6,10 +6,12 @@ import mlx.core as mx
 import pytest
 from pairs import make_pair, tiny_target
 
+from mlx_spec.draft_state import DraftState
 from mlx_spec.engine import Engine
-from mlx_spec.errors import LoadError
+from mlx_spec.errors import LoadError, RefusedError
 from mlx_spec.lane import Lane
 from mlx_spec.lanefile import load_lane, save_lane
+from mlx_spec.lookup import PromptLookupDrafter
 from mlx_spec.request import Request
 from mlx_spec.sampling import Sampling
 from mlx_spec.testing.drafters import ScriptedDrafter
@@ -51,8 +53,18 @@ def test_a_step_under_way_cannot_be_saved(tmp_path):
 def test_a_drafter_whose_objects_have_no_form_in_a_file_is_named(tmp_path):
     lane = lane_of(scripted())
     lane.draft_state.rows = [object(), object()]
-    with pytest.raises(TypeError, match="object is not JSON serializable"):
+    with pytest.raises(RefusedError, match=r"found rows of object \(.*\), expected values of JSON"):
         save_lane(lane, tmp_path / "lane")
+    assert not list(tmp_path.glob("lane*"))
+
+
+def test_a_lane_of_prompt_lookup_says_what_to_do_instead(tmp_path):
+    lane = lane_of(scripted())
+    lane.draft_state = DraftState.merge([PromptLookupDrafter().make_state() for _ in range(2)])
+    with pytest.raises(RefusedError) as caught:
+        save_lane(lane, tmp_path / "lane")
+    assert caught.value.code == "R02" and "found rows of LookupRow (" in str(caught.value)
+    assert "Save the tokens instead and prefill them again" in str(caught.value)
     assert not list(tmp_path.glob("lane*"))
 
 

@@ -197,6 +197,7 @@ CODES = _table(
     # -- a run that cannot go on --------------------------------------------------------------------------
     ("R00", "A request error raised without a code of its own", "report", "errors"),
     ("R01", "Layers of one model that disagree about their lengths", "report", "state/group"),
+    ("R02", "A drafter's state that has no form in a file", "choose", "draft_state"),
     ("R10", "A reply that ended in an error", "report", "cli/generate"),
     ("R11", "An output that takes no more", "output", "cli/__init__"),
     ("R30", "A benchmark that is void, or whose arms reply differently", "report", "cli/bench cli/tune"),

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import RefusedError
+
 if TYPE_CHECKING:
     import mlx.core as mx
 
@@ -68,12 +70,10 @@ class DraftState:
     def to_tensors(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
         """Tensors "states.<layer>.<part>" and "carry.<name>", and json-able meta.
 
-        Raises TypeError when a row holds an object that JSON has no form for.
+        Raises RefusedError (R02) when a row holds an object that JSON has no form for.
         """
-        import json
-
         tensors = {f"carry.{name}": value for name, value in self.carry.items()}
-        meta: dict[str, Any] = {"rows": json.loads(json.dumps(self.rows)), "states": None}
+        meta: dict[str, Any] = {"rows": _as_json(self.rows), "states": None}
         if self.states is not None:
             own, meta["states"] = self.states.to_tensors()
             tensors |= {f"states.{name}": value for name, value in own.items()}
@@ -114,3 +114,21 @@ class DraftState:
         """Bytes of device memory held."""
         own: int = sum(a.nbytes for a in self.carry.values())
         return own + (self.states.nbytes if self.states is not None else 0)
+
+
+def _as_json(rows: list[Any]) -> Any:
+    """The rows as JSON reads them back; RefusedError for an object it has no form for."""
+    import json
+
+    try:
+        return json.loads(json.dumps(rows))
+    except (TypeError, ValueError, RecursionError) as error:
+        kinds = ", ".join(sorted({type(row).__name__ for row in rows}))
+        raise RefusedError(
+            "saving a drafter's state",
+            found=f"rows of {kinds} ({error})",
+            expected="values of JSON in DraftState.rows",
+            next_step="Save the tokens instead and prefill them again, which makes these rows anew, or use a drafter "
+            "that keeps none or values of JSON there",
+            code="R02",
+        ) from error

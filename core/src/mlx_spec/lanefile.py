@@ -22,8 +22,9 @@ def save_lane(lane: Lane, path: str | Path) -> None:
     """Write a lane, as it stands between two rounds, to one safetensors file at `path`, atomically.
 
     Models, settings and what requests hold besides are not in it. A verify that is under way is taken back, and what
-    it verifies is saved; the lane itself then verifies it again. Raises TypeError when the drafter keeps objects that
-    have no form in a file, ValueError while a plain step is under way (the next one starts early).
+    it verifies is saved; the lane itself then verifies it again. Raises RefusedError when the drafter keeps objects
+    that have no form in a file, as prompt-lookup does, ValueError while a plain step is under way (the next one starts
+    early).
     """
     recall(lane)
     if lane.states.lengths != lane.lengths:
