@@ -20,8 +20,8 @@ NATIVE := $(wildcard plugins/cpu/pyproject.toml plugins/cpu/CMakeLists.txt plugi
 # As CMake looks for one: without a compiler the plugin installs, and MLX's own operations run.
 COMPILER = $(shell for name in $${CXX:-} c++ g++ clang++; do command -v $$name && break; done)
 SANITIZER = $(shell command -v g++)
-KERNELS = $(if $(COMPILER),CPU kernels compiled with $(COMPILER),without CPU kernels (no C++ compiler found))
-BUILDING = $(if $(COMPILER),Compiling the CPU kernels of plugins/cpu (C++) with $(COMPILER): about two minutes on two cores.,\
+BUILDING = $(if $(COMPILER),Compiling the CPU kernels of plugins/cpu ($(words $(filter %.cpp,$(NATIVE))) C++ files) with \
+  $(COMPILER): two minutes on two quick cores and up to seven on slow or busy ones; nothing is shown until it is done.,\
   Installing plugins/cpu without its kernels: no C++ compiler found.)
 EXTRA := $(if $(BACKEND),[$(BACKEND)])
 
@@ -73,7 +73,8 @@ clean:
 	@touch $@
 
 .venv/.test: $(PROJECTS) $(NATIVE) examples/mimo/pyproject.toml requirements-dev.txt | .venv/bin/python
-	@echo "Installing what the tests need into .venv, $(KERNELS); this takes some minutes the first time."
+	@echo "Installing what the tests need into .venv: downloads, a minute or so the first time."
+	@echo "$(BUILDING)"
 	$(PIP) install -r requirements-dev.txt
 	@touch $@
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 from importlib import import_module
@@ -175,6 +176,21 @@ def test_make_runs_what_it_says():
 
     assert plan("test").splitlines()[-1] == ".venv/bin/python -m pytest"
     assert plan("demo").splitlines()[-1].startswith(".venv/bin/spec generate ")
+
+
+@pytest.mark.parametrize(("target", "step"), [("demo", "-e ./plugins/cpu"), ("test", "-r requirements-dev.txt")])
+@pytest.mark.parametrize("compiler", ["sh", ""])  # anything that is there will do: nothing is run
+def test_make_says_what_is_compiled_before_it_is(target, step, compiler, tmp_path):
+    for tool in ("make", "uname", "sh"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    command, env = ["make", "-n", "-B", target], {"PATH": str(tmp_path), "CXX": compiler}
+    lines = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    (at,) = (i for i, line in enumerate(lines) if line.startswith("echo ") and "plugins/cpu" in line)
+    (install,) = (i for i, line in enumerate(lines) if step in line)
+    assert at < install
+    files = len(list((ROOT / "plugins/cpu/native").glob("*.cpp")))
+    told = f"plugins/cpu ({files} C++ files) with {tmp_path}/sh: two minutes on two quick cores and up to seven on"
+    assert (told if compiler else "no C++ compiler found.") in lines[at]
 
 
 def test_the_wheel_of_core_holds_what_is_no_python(tmp_path, monkeypatch):
