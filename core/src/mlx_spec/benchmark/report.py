@@ -210,7 +210,7 @@ def _row(entry: Document) -> tuple[str, ...]:
         entry["arm"],
         _ranged(entry["decode_per_second"], "{:.1f}"),
         "VOID" if entry["void"] else _ranged(gain, "{:.2f}", "x") if gain else "-",
-        entry.get("verdict", "-"),
+        "-" if entry["void"] else entry.get("verdict", "-"),
         _ranged(entry["first_token_s"], "{:.0f}", " ms", 1e3),
         _ranged(entry["total_s"], "{:.2f}", " s"),
         " ".join(f"{rate:.0%}" for rate in rates) or "-",
