@@ -19,14 +19,15 @@ void attend_alone(const Kernels& k, Attention& a) {
   a.scratch = scratch_buffer.floats(size_t(k.attention_floats(a)));
   k.begin(a);
   k.score(a, 0, a.count);
-  k.weigh(a);
-  k.gather(a, 0, a.value_D);
+  k.weigh(a, 0, a.rows);
+  k.gather(a, 0, a.rows, 0, a.value_D);
 }
 
-// Too few for the threads: each is divided, by keys and then by elements of its results.
+// Too few for the threads: each is divided, by keys, by rows, and then by rows and elements of its results.
 void attend_in_pieces(const Kernels& k, std::vector<Attention>& tasks) {
   int64_t floats = 0, most = 0;
-  for (auto& a : tasks) floats += k.attention_floats(a), most = std::max(most, a.count);
+  int rows = 0;
+  for (auto& a : tasks) floats += k.attention_floats(a), most = std::max(most, a.count), rows = std::max(rows, a.rows);
   float* scratch = scratch_buffer.floats(size_t(floats));
   for (auto& a : tasks) {
     a.scratch = scratch;
@@ -39,11 +40,19 @@ void attend_in_pieces(const Kernels& k, std::vector<Attention>& tasks) {
     const Attention& a = tasks[size_t(i / pieces)];
     k.score(a, i % pieces * keys, (i % pieces + 1) * keys);
   });
-  parallel_for(count, [&](int64_t i) { k.weigh(tasks[size_t(i)]); });
+  const int64_t sets = (rows + AT_ONCE - 1) / AT_ONCE;
+  auto upto = [](const Attention& a, int row) { return std::min(row + AT_ONCE, a.rows); };
+  parallel_for(count * sets, [&](int64_t i) {
+    const Attention& a = tasks[size_t(i / sets)];
+    const int row = int(i % sets) * AT_ONCE;
+    k.weigh(a, row, upto(a, row));
+  });
   const int64_t apart = k.gathered_apart(tasks[0]), parts = (tasks[0].value_D + apart - 1) / apart;
-  parallel_for(count * parts, [&](int64_t i) {
-    const Attention& a = tasks[size_t(i / parts)];
-    k.gather(a, i % parts * apart, std::min((i % parts + 1) * apart, a.value_D));
+  parallel_for(count * parts * sets, [&](int64_t i) {
+    const Attention& a = tasks[size_t(i / sets / parts)];
+    const int row = int(i % sets) * AT_ONCE;
+    const int64_t first = i / sets % parts * apart;
+    k.gather(a, row, upto(a, row), first, std::min(first + apart, a.value_D));
   });
 }
 

@@ -63,10 +63,10 @@ static int64_t attention_floats(const Attention& a) {
   return a.rows * (room.width + room.pitch + 1);
 }
 
-// Keys that some row may see.
-static int64_t seen_keys(const Attention& a) {
+// Keys that some row from `row` to `upto` may see.
+static int64_t seen_keys(const Attention& a, int row, int upto) {
   int64_t limit = 0;
-  for (int r = 0; r < a.rows; r++) limit = a.visible[r] > limit ? a.visible[r] : limit;
+  for (int r = row; r < upto; r++) limit = a.visible[r] > limit ? a.visible[r] : limit;
   return limit;
 }
 
@@ -81,6 +81,16 @@ struct Ahead {
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 3);
   }
 };
+
+// Touches the pages of some keys or values before they are read; t is the next of those from `first` to `last`.
+[[gnu::always_inline]] static inline void touch_rows(const Stored& s, int64_t first, int64_t t, int64_t last) {
+  if (s.stride <= 0 || s.stride > PAGE) return;
+  const int64_t some = (TOUCHED / s.stride + 15) / 16 * 16;
+  if ((t - first) % some) return;
+  const char* data = static_cast<const char*>(s.data);
+  const int64_t upto = t + 2 * some < last ? t + 2 * some : last;
+  touch_pages(data + (t == first ? t : t + some) * s.stride, data + upto * s.stride);
+}
 
 // The queries as floats, scaled, in the order keys are read in.
 template <class Row>
@@ -102,6 +112,7 @@ static void score_rows(const Attention& a, int row, int64_t first, int64_t last)
   const Room room(a);
   const Ahead ahead(a, a.keys, a.D);
   for (int64_t t = first; t < last; t += 4) {
+    if (row == 0) touch_rows(a.keys, first, t, last);
     auto key = [&](int64_t j) { return Row(a, a.keys, t + j < last ? t + j : last - 1); };
     Row keys[4] = {key(0), key(1), key(2), key(3)};
     for (int j = 0; j < 4; j++) ahead.fetch(t + j);
@@ -172,7 +183,7 @@ static void weigh_rows(const Attention& a, int row) {
   float* weights = room.scores + row * room.pitch;
   for (int r = 0; r < R; r++) weigh_row(a, row + r, weights + r * room.pitch, room.pitch);
   float totals[R] = {};
-  const int64_t limit = seen_keys(a);
+  const int64_t limit = seen_keys(a, row, row + R);
   for (int64_t t = 0; t < limit; t++) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) totals[r] += weights[r * room.pitch + t];
@@ -185,12 +196,13 @@ template <class Row, int R, int C>
 static void gather_rows(const Attention& a, int row, int64_t first, int64_t last) {
   const Room room(a);
   const Ahead ahead(a, a.values, a.value_D);
-  const int64_t limit = seen_keys(a);
+  const int64_t limit = seen_keys(a, row, row + R);
   for (int64_t d = first; d < last; d += C * W) {
     vec acc[R][C];
     for (auto& row : acc)
       for (auto& v : row) v = zero();
     for (int64_t t = 0; t < limit; t++) {
+      if (d == first && t % 16 == 0) touch_rows(a.values, 0, t, limit);
       Row value(a, a.values, t);
       if (d == first) ahead.fetch(t);
       vec v[C];
@@ -223,15 +235,11 @@ static void gather_rows(const Attention& a, int row, int64_t first, int64_t last
   }
 }
 
-#ifdef SPEC_KEYS_IN_LANES
-#include "attention_pairs.inl"
-#endif
-
-// f.template operator()<R>(row) for up to `most` rows at a time, R of them from `row` on.
+// f.template operator()<R>(row) for the rows from `first` to `last`, R of them from `row` on, at most `most`.
 template <int most, class F>
-static void with_rows(const Attention& a, F&& f) {
-  for (int row = 0; row < a.rows; row += most) {
-    switch (a.rows - row < most ? a.rows - row : most) {
+static void with_rows(int first, int last, F&& f) {
+  for (int row = first; row < last; row += most) {
+    switch (last - row < most ? last - row : most) {
       case 1: f.template operator()<1>(row); break;
       case 2: f.template operator()<2>(row); break;
       case 3: f.template operator()<3>(row); break;
@@ -243,6 +251,10 @@ static void with_rows(const Attention& a, F&& f) {
     }
   }
 }
+
+#ifdef SPEC_KEYS_IN_LANES
+#include "attention_pairs.inl"
+#endif
 
 // f.template operator()<Row>() for how keys and values are stored.
 template <class F>
@@ -264,37 +276,35 @@ static void begin(const Attention& a) {
 }
 
 static void score(const Attention& a, int64_t first, int64_t last) {
-  const int64_t limit = seen_keys(a);
+  const int64_t limit = seen_keys(a, 0, a.rows);
   last = last < limit ? last : limit;
 #ifdef SPEC_KEYS_IN_LANES
   if (in_lanes(a)) {
-    return with_rows<ATTENTION_ROWS>(a, [&]<int R>(int row) {
-      (in_pairs(a) ? score_lanes<R, true> : score_lanes<R, false>)(a, row, first, last);
-    });
+    return in_pairs(a) ? score_lanes<true>(a, first, last) : score_lanes<false>(a, first, last);
   }
 #endif
-  with_storage(a, [&]<class Row>() { with_rows<4>(a, [&]<int R>(int row) { score_rows<Row, R>(a, row, first, last); }); });
+  with_storage(a, [&]<class Row>() { with_rows<4>(0, a.rows, [&]<int R>(int row) { score_rows<Row, R>(a, row, first, last); }); });
 }
 
-static void weigh(const Attention& a) {
-  with_rows<ATTENTION_ROWS>(a, [&]<int R>(int row) { weigh_rows<R>(a, row); });
+static void weigh(const Attention& a, int row, int upto) {
+  with_rows<AT_ONCE>(row, upto, [&]<int R>(int row) { weigh_rows<R>(a, row); });
 }
 
 // Elements that two threads may gather apart.
 static int64_t gathered_apart(const Attention& a) { return (a.bits ? VALUE_VECTORS : VALUE_VECTORS / 2) * W; }
 
-static void gather(const Attention& a, int64_t first, int64_t last) {
+static void gather(const Attention& a, int row, int upto, int64_t first, int64_t last) {
   const bool whole = last - first > gathered_apart(a) || a.bits;
 #ifdef SPEC_KEYS_IN_LANES
   if (in_lanes(a)) {
-    return with_rows<ATTENTION_ROWS>(a, [&]<int R>(int row) {
+    return with_rows<AT_ONCE>(row, upto, [&]<int R>(int row) {
       constexpr int C = R <= 4 ? 2 : 1;  // what registers hold
       (whole ? gather_lanes<R, C> : gather_lanes<R, 1>)(a, row, first, last);
     });
   }
 #endif
   with_storage(a, [&]<class Row>() {
-    with_rows<4>(a, [&]<int R>(int row) {
+    with_rows<4>(row, upto, [&]<int R>(int row) {
       (whole ? gather_rows<Row, R, VALUE_VECTORS> : gather_rows<Row, R, VALUE_VECTORS / 2>)(a, row, first, last);
     });
   });

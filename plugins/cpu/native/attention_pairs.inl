@@ -53,7 +53,7 @@ static void take_pairs(const Attention& a) {
 
 // Copies what a loop writes into registers, and back: a compiler would write arrays of its caller in every round.
 template <int R, int N>
-static inline void take_sums(vec (&to)[R][N], const vec (&from)[R][N]) {
+static inline void take_sums(vec (*to)[N], const vec (*from)[N]) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
@@ -61,11 +61,16 @@ static inline void take_sums(vec (&to)[R][N], const vec (&from)[R][N]) {
   }
 }
 
-// Follows the chains of R rows through `pairs` pairs of elements.
+// Follows the chains of R rows through `pairs` pairs of elements; they begin at zero or go on.
 template <int R, bool paired>
-static void multiply_lanes(vec (&acc)[R][2], const __m512i* lanes, int64_t pairs, const float* const (&q)[R]) {
+static void multiply_lanes(vec (*acc)[2], bool begin, const __m512i* lanes, int64_t pairs, const float* const* q) {
   vec now[R][2];
-  take_sums(now, acc);
+  if (begin) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) now[r][0] = now[r][1] = zero();
+  } else {
+    take_sums<R>(now, acc);
+  }
   for (int64_t i = 0; i < pairs; i += 2) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
@@ -82,27 +87,25 @@ static void multiply_lanes(vec (&acc)[R][2], const __m512i* lanes, int64_t pairs
       }
     }
   }
-  take_sums(acc, now);
+  take_sums<R>(acc, now);
 }
 
-// Scores of the keys from `first` to `last` for R rows from `row` on.
-template <int R, bool paired>
-static void score_lanes(const Attention& a, int row, int64_t first, int64_t last) {
+// Scores of the keys from `first` to `last` for all rows.
+template <bool paired>
+static void score_lanes(const Attention& a, int64_t first, int64_t last) {
   const Room room(a);
   const int64_t ahead = Ahead(a, a.keys, a.D).rows * a.keys.stride;
-  const float* q[R];
-  for (int r = 0; r < R; r++) q[r] = room.q + (row + r) * room.width;
   float power, rest = 1;
   if (paired) split_scale(a.scale, power, rest);
   __m512i lanes[SLAB / 2];  // a pair of elements of every key
+  vec acc[ATTENTION_ROWS][2];
   for (int64_t t = first; t < last; t += W) {
+    touch_rows(a.keys, first, t, last);
     const int64_t count = last - t < W ? last - t : W;
     const char* keys[W];
     for (int64_t j = 0; j < W; j++) {
       keys[j] = static_cast<const char*>(a.keys.data) + (t + (j < count ? j : count - 1)) * a.keys.stride;
     }
-    vec acc[R][2];
-    for (auto& sums : acc) sums[0] = sums[1] = zero();
     for (int64_t slab = 0; slab < a.D; slab += SLAB) {
       const int64_t upto = slab + SLAB < a.D ? slab + SLAB : a.D;
       __m512i* to = lanes;
@@ -118,14 +121,17 @@ static void score_lanes(const Attention& a, int row, int64_t first, int64_t last
 #pragma GCC unroll 16
         for (int j = 0; j < W; j++) to[j] = v[j];
       }
-      const float* part[R];
-      for (int r = 0; r < R; r++) part[r] = q[r] + (paired ? slab / 2 : slab);
-      multiply_lanes<R, paired>(acc, lanes, to - lanes, part);
+      with_rows<AT_ONCE>(0, a.rows, [&]<int R>(int row) {
+        if (seen_keys(a, row, row + R) <= t) return;
+        const float* q[R];
+        for (int r = 0; r < R; r++) q[r] = room.q + (row + r) * room.width + (paired ? slab / 2 : slab);
+        multiply_lanes<R, paired>(acc + row, slab == 0, lanes, to - lanes, q);
+      });
     }
     const __mmask16 some = __mmask16((1 << count) - 1);
-    for (int r = 0; r < R; r++) {
+    for (int r = 0; r < a.rows; r++) {
       const vec score = times(plus(acc[r][0], acc[r][1]), ones(rest));
-      _mm512_mask_storeu_ps(room.scores + (row + r) * room.pitch + t, some, score);
+      _mm512_mask_storeu_ps(room.scores + r * room.pitch + t, some, score);
     }
   }
 }
@@ -135,7 +141,7 @@ template <int R, int C, bool some_weigh_nothing>
 static void add_values(vec (&acc)[R][2 * C], const char* value, int64_t stride, int64_t ahead, int64_t count,
                        const __mmask32 (&some)[C], const float* weights, int64_t pitch) {
   vec now[R][2 * C];
-  take_sums(now, acc);
+  take_sums<R>(now, acc);
   for (int64_t t = 0; t < count; t++, value += stride) {
     vec v[2 * C];
 #pragma GCC unroll 4
@@ -154,7 +160,7 @@ static void add_values(vec (&acc)[R][2 * C], const char* value, int64_t stride, 
       }
     }
   }
-  take_sums(acc, now);
+  take_sums<R>(acc, now);
 }
 
 // Elements of the results from `first` to `last` for R rows from `row` on, C vectors of values at a time.
@@ -162,7 +168,7 @@ template <int R, int C>
 static void gather_lanes(const Attention& a, int row, int64_t first, int64_t last) {
   const Room room(a);
   const int64_t ahead = Ahead(a, a.values, a.value_D).rows * a.values.stride;
-  const int64_t limit = seen_keys(a);
+  const int64_t limit = seen_keys(a, row, row + R);
   const float* weights = room.scores + row * room.pitch;
   for (int64_t d = first; d < last; d += C * SPAN) {
     __mmask32 some[C];
@@ -172,6 +178,7 @@ static void gather_lanes(const Attention& a, int row, int64_t first, int64_t las
       for (auto& v : sums) v = zero();
     const char* data = static_cast<const char*>(a.values.data) + 2 * d;
     for (int64_t t = 0; t < limit; t += W) {
+      if (d == first) touch_rows(a.values, 0, t, limit);
       const int64_t upto = t + W < limit ? t + W : limit;
       __mmask16 none = 0;
       for (int r = 0; r < R; r++) none |= _mm512_cmp_ps_mask(load(weights + r * room.pitch + t), zero(), _CMP_EQ_OQ);

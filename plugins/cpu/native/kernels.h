@@ -48,8 +48,8 @@ struct Stored {
   int64_t scale_stride, bias_stride;
 };
 
-// Up to ATTENTION_ROWS queries that read the same keys and values.
-constexpr int ATTENTION_ROWS = 8;
+// Up to ATTENTION_ROWS queries that read the same keys and values, AT_ONCE of them in registers.
+constexpr int ATTENTION_ROWS = 32, AT_ONCE = 8;
 enum class Mask : int { none, flags, f32, f16, bf16 };
 
 struct Attention {
@@ -154,13 +154,14 @@ struct Kernels {
   void (*rms)(const void* x, Type type, int64_t rows, int64_t stride, const void* weight, Type weight_type, int64_t D, float eps,
               void* y, Type y_type);
   int64_t (*attention_floats)(const Attention&);
-  // Attention in four parts: queries, scores of some keys (from a multiple of 4 on), weights, and some elements of the
-  // results (from a multiple of `gathered_apart` on). Scores and results may be had in pieces, by any thread.
+  // Attention in four parts: queries, scores of some keys (from a multiple of 4 on), weights of some rows (from a multiple
+  // of AT_ONCE on), and some elements of some results (elements from a multiple of `gathered_apart` on). All but the
+  // first may be had in pieces, by any thread.
   void (*begin)(const Attention&);
   void (*score)(const Attention&, int64_t first, int64_t last);
-  void (*weigh)(const Attention&);
+  void (*weigh)(const Attention&, int row, int upto);
   int64_t (*gathered_apart)(const Attention&);
-  void (*gather)(const Attention&, int64_t first, int64_t last);
+  void (*gather)(const Attention&, int row, int upto, int64_t first, int64_t last);
   // Cosines and sines of angles, as mlx computes them, rounded as `type` stores them.
   void (*waves)(const float* angles, int64_t count, Type type, float* cosines, float* sines);
   void (*rotate)(const Rotation&);

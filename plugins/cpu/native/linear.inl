@@ -7,6 +7,8 @@
 
 constexpr int FUSED_ROWS = 8;             // up to here weights are decoded into registers, above into a panel
 constexpr int BLOCK = 16;                 // columns whose chains are followed together
+constexpr int64_t PAGE = 4096;            // bytes of the smallest pages
+constexpr int64_t TOUCHED = 8 * PAGE;     // bytes of weights whose pages are touched together
 constexpr int64_t NEAR = 4096;            // floats of activations that should stay in the first-level cache
 constexpr int64_t PANEL = 48 * 1024;      // floats of a decoded panel: it should stay in the second-level cache
 constexpr int PANEL_COLUMNS = 256;        // at most
@@ -171,6 +173,12 @@ static inline void fetch(const void* data, int64_t bytes, int64_t j, int64_t cou
   for (const char* end = p + bytes * count / BLOCK; p < end; p += 64) __builtin_prefetch(p, 0, 2);
 }
 
+// Fetches a line of every page from `from` on. Addresses that a core has not translated lately are looked up together
+// then; in its turn each page would be waited for. (Always inline: without results, calls of it would be left out.)
+[[gnu::always_inline]] static inline void touch_pages(const char* from, const char* end) {
+  for (; from < end; from += PAGE) __builtin_prefetch(from, 0, 2);
+}
+
 static int64_t size_of(Type type) { return type == Type::f32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1; }
 
 // Scales and biases of the groups of the block of columns from n on, and what is fetched for the block after it.
@@ -287,6 +295,7 @@ static inline void follow_block(const Product& p, const Source& source, int64_t 
     for (auto& row : acc)
       for (auto& a : row) a = zero();
   }
+  if constexpr (requires { Source::columns_begin; }) source.begin(acc, p.x + m, columns);
   for (int64_t from = 0; from < K; from += chunk) {
     const int64_t to = from + chunk < K ? from + chunk : K;
     for (int64_t j = 0; j < columns; j += NR) source.template follow<MR, NR>(acc, p.x + m, j, columns, from, to);
@@ -298,12 +307,28 @@ static inline void follow_block(const Product& p, const Source& source, int64_t 
   }
 }
 
+// Touches the pages of some blocks of columns, with all that belongs to them, before they are read; n is the next block of
+// a product's columns from `first` on.
+[[gnu::always_inline]] static inline void touch_ahead(const Product& p, int64_t first, int64_t n) {
+  const int64_t block = BLOCK * p.w.row_bytes, some = TOUCHED / (block + 1) + 1;
+  if ((n - first) / BLOCK % some) return;
+  const int64_t upto = n + 2 * some * BLOCK < p.N ? n + 2 * some * BLOCK : p.N, from = n == first ? n : n + some * BLOCK;
+  auto touch = [&](const void* data, int64_t bytes) __attribute__((always_inline)) {  // of a column
+    if (data) touch_pages(static_cast<const char*>(data) + from * bytes, static_cast<const char*>(data) + upto * bytes);
+  };
+  touch(p.w.data, p.w.row_bytes);
+  if (p.w.format == Format::dense) return;
+  const int64_t bytes = p.K / p.w.group * size_of(p.w.scale_type);
+  touch(p.w.scales, bytes), touch(p.w.biases, bytes);
+}
+
 // group_size is 0 where the code does not know it.
 template <class D, int bits, int group_size = 0>
 struct Packed {
   template <int MR>
   static void fused(const Product& p, int64_t first, int64_t last) {
     for (int64_t n = first; n < last; n += BLOCK) {
+      touch_ahead(p, first, n);
       const int64_t columns = last - n < BLOCK ? last - n : BLOCK;
       const Scales groups(p, n, columns, p.scratch);
       const uint8_t* codes = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
@@ -329,6 +354,7 @@ struct Plain {
   template <int MR>
   static void fused(const Product& p, int64_t first, int64_t last) {
     for (int64_t n = first; n < last; n += BLOCK) {
+      touch_ahead(p, first, n);
       const int64_t columns = last - n < BLOCK ? last - n : BLOCK;
       const uint8_t* data = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
       follow_block<MR, tile_columns(MR)>(p, PlainBlock<D>{p, data, p.w.row_bytes, p.K, true}, p.K, 0, n, columns);

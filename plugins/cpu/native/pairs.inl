@@ -1,4 +1,4 @@
-// Rows of bfloat16 by packed codes or by bfloat16, two products an instruction (AVX-512 BF16 and VBMI). Included by
+// Rows of bfloat16 by packed codes or by bfloat16, two products an instruction (AVX-512 BF16, VBMI and GFNI). Included by
 // linear.inl.
 //
 // Codes less a centre are exact in bfloat16, and so is every product; sums are floats. Row invariance: a column has a
@@ -109,12 +109,11 @@ struct PairAffine8 {
   }
   template <int V>
   inline pair_vec decode(const Codes<V>& stored, int t) const {
-    const __m512i sign = _mm512_set1_epi8(char(0x80)), codes = stored.line[t / 2];
-    const __mmask64 negative = _mm512_testn_epi8_mask(codes, sign);
-    const __m512i i = _mm512_mask_sub_epi8(codes, negative, _mm512_set1_epi8(-1), codes);  // seven bits of it count
+    // bits of i are those of q, or their complements where its highest is zero; that one is the sign
+    const __m512i i = _mm512_gf2p8affine_epi64_epi8(stored.line[t / 2], _mm512_set1_epi64(int64_t(0x8182848890a0c080)), 0xff);
     const __m512i bottom = _mm512_permutex2var_epi8(low[0], i, low[1]);
     const __m512i magnitude = _mm512_permutex2var_epi8(high[0], i, high[1]);
-    const __m512i top = _mm512_mask_add_epi8(magnitude, negative, magnitude, sign);
+    const __m512i top = _mm512_ternarylogic_epi32(i, _mm512_set1_epi8(char(0x80)), magnitude, 0xea);  // i & 0x80 | magnitude
     return as_pairs(t % 2 ? _mm512_unpackhi_epi8(bottom, top) : _mm512_unpacklo_epi8(bottom, top));
   }
   static constexpr int place(int t, int l) { return 32 * (l / 8) + 16 * (t / 2) + 8 * (t % 2) + l % 8; }
@@ -177,28 +176,44 @@ struct StoredScales {
   const uint16_t *scales, *biases;  // (BLOCK, K / group)
   int64_t groups;
 
-  // The `count` scales of V vectors in the lanes of two columns' chains, zero for groups after them.
+  // Some of two columns' scales in the lanes of their chains, zero for the other groups.
   template <int V>
-  static inline vec lanes(const uint16_t* a, const uint16_t* b, int64_t count) {
-    constexpr int most = V > 0 ? groups_of<group, V> : W / 2;
-    const __mmask8 some = __mmask8(count < most ? (1 << count) - 1 : (1 << most) - 1);
+  static inline vec spread(const uint16_t* a, const uint16_t* b, __mmask8 some) {
     const __m512i first = _mm512_castsi128_si512(_mm_maskz_loadu_epi16(some, a)), second = _mm512_castsi128_si512(_mm_maskz_loadu_epi16(some, b));
     const __m512i which = _mm512_load_si512(SCALE_OF_LANE<D, group, V>.upper);
     return _mm512_castsi512_ps(_mm512_maskz_permutex2var_epi16(0xaaaaaaaa, first, which, second));
   }
+  // The `count` scales of V vectors.
+  template <int V>
+  static inline vec lanes(const uint16_t* a, const uint16_t* b, int64_t count) {
+    constexpr int most = groups_of<group, V>;
+    return spread<V>(a, b, __mmask8(count < most ? (1 << count) - 1 : (1 << most) - 1));
+  }
   const uint16_t* at(int64_t column, int64_t g) const { return scales + column * groups + g; }
 
-  // What the chains of NR columns begin with: (bias + scale * centre) * sum(x).
-  template <int MR, int NR>
-  inline void start(vec (&now)[MR][NR / 2], const float* const* sums, const int64_t (&column)[NR], float centre) const {
-    for (int64_t g = 0; g < groups; g += W / 2) {
+  // What the chains of a block's columns begin with: (bias + scale * centre) * sum(x).
+  template <int MR>
+  inline void begin(vec (&acc)[MR][BLOCK], const float* const* x, int64_t from, int64_t columns, float centre) const {
+    const float* sums[MR];
 #pragma GCC unroll 8
-      for (int c = 0; c < NR / 2; c++) {
-        const int64_t a = column[2 * c] * groups + g, b = column[2 * c + 1] * groups + g;
-        const vec begin = fma(lanes<0>(scales + a, scales + b, groups - g), ones(centre), lanes<0>(biases + a, biases + b, groups - g));
+    for (int i = 0; i < MR; i++) sums[i] = x[i] + from;
+    const int64_t whole = groups / 8 * 8;
+    const __mmask8 rest = __mmask8((1 << (groups - whole)) - 1);
+    for (int64_t j = 0; j < columns; j += 2) {
+      const int64_t a = j * groups, b = j + 1 < columns ? a + groups : a;
+      vec now[MR];
 #pragma GCC unroll 8
-        for (int i = 0; i < MR; i++) now[i][c] = fma(load(sums[i] + 2 * g), begin, now[i][c]);
-      }
+      for (int i = 0; i < MR; i++) now[i] = zero();
+      auto add = [&](int64_t g, __mmask8 some) {
+        const uint16_t *s = scales + g, *t = biases + g;
+        const vec begin = fma(spread<0>(s + a, s + b, some), ones(centre), spread<0>(t + a, t + b, some));
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) now[i] = fma(load(sums[i] + 2 * g), begin, now[i]);
+      };
+      for (int64_t g = 0; g < whole; g += 8) add(g, 0xff);
+      if (rest) add(whole, rest);
+#pragma GCC unroll 8
+      for (int i = 0; i < MR; i++) acc[i][j / 2] = now[i];
     }
   }
 };
@@ -217,6 +232,11 @@ struct FloatScales {
     return _mm512_permutex2var_ps(first, _mm512_load_si512(SCALE_OF_LANE<D, group, V>.whole), second);
   }
   const float* at(int64_t column, int64_t g) const { return scales + column * stride + g; }
+  template <int MR>
+  inline void begin(vec (&acc)[MR][BLOCK], const float* const*, int64_t, int64_t, float) const {
+    for (auto& row : acc)
+      for (auto& a : row) a = zero();
+  }
 };
 
 template <class D, int group>
@@ -237,6 +257,12 @@ struct PairBlock {
   static constexpr int columns_of_tile = MR <= 2 ? 4 : 2;
 
   static inline void sum_lanes(const vec* chains, float* out) { sum_columns(chains, out); }
+
+  static constexpr bool columns_begin = true;
+  template <int MR>
+  inline void begin(vec (&acc)[MR][BLOCK], const float* const* x, int64_t columns) const {
+    scales.begin(acc, x, sums_of(p.K), columns, D::centre);
+  }
 
   // V vectors of x from element `first` on with the stored codes of NR columns, added to the chains with their scales.
   template <int V, int MR, int NR>
@@ -279,27 +305,14 @@ struct PairBlock {
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++)
 #pragma GCC unroll 8
-      for (int c = 0; c < NR / 2; c++) chains[i][c] = zero();
+      for (int c = 0; c < NR / 2; c++) chains[i][c] = acc[i][j / 2 + c];
     const uint8_t* at[NR];
     decltype(scales.at(0, 0)) scale[NR];
-    int64_t column[NR];
 #pragma GCC unroll 8
     for (int c = 0; c < NR; c++) {
-      column[c] = j + c < columns ? j + c : columns - 1;
-      at[c] = codes + column[c] * p.w.row_bytes + from * D::bits / 8;
-      scale[c] = scales.at(column[c], from / group);
-    }
-    if (from == 0) {
-      if constexpr (D::centre != 0) {
-        const float* sums[MR];
-        for (int i = 0; i < MR; i++) sums[i] = x[i] + sums_of(p.K);
-        scales.start(chains, sums, column, D::centre);
-      }
-    } else {
-#pragma GCC unroll 8
-      for (int i = 0; i < MR; i++)
-#pragma GCC unroll 8
-        for (int c = 0; c < NR / 2; c++) chains[i][c] = acc[i][j / 2 + c];
+      const int64_t column = j + c < columns ? j + c : columns - 1;
+      at[c] = codes + column * p.w.row_bytes + from * D::bits / 8;
+      scale[c] = scales.at(column, from / group);
     }
     const uint8_t* next = codes + ahead(p.w.row_bytes, j, from * D::bits / 8, to * D::bits / 8);
     int64_t first = from;
@@ -437,6 +450,7 @@ template <class D, int group>
 static void pair_product(const Product& p, int64_t first, int64_t last) {
   const D code;
   for (int64_t n = first; n < last; n += BLOCK) {
+    touch_ahead(p, first, n);
     const int64_t count = last - n < BLOCK ? last - n : BLOCK;
     const uint8_t* codes = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
     const int64_t after = (n + BLOCK) * (p.K / group) * size_of(p.w.scale_type);
@@ -451,6 +465,7 @@ static void pair_product(const Product& p, int64_t first, int64_t last) {
 static void plain_pair_product(const Product& p, int64_t first, int64_t last) {
   if (columns_in_lanes(p.w, p.K)) return lane_product(p, first, last);
   for (int64_t n = first; n < last; n += BLOCK) {
+    touch_ahead(p, first, n);
     all_pair_rows(p, PairPlainBlock{p, static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes}, n, last - n < BLOCK ? last - n : BLOCK);
   }
 }
@@ -538,10 +553,12 @@ static bool order_row(const uint16_t* x, int64_t stride, int64_t K, float* out) 
   };
   for (int64_t k = 0; k < K;) {
     const int64_t most = longer && K - k > HALF ? 2 * HALF : HALF, count = K - k < most ? K - k : most;
+    const int64_t read = count <= HALF / 2 ? HALF / 2 : most;
     const uint16_t* from = x + k * stride;
-    if (stride != 1 || count < most) {
-      for (int64_t i = 0; i < count; i++) room[i] = from[i * stride];
-      memset(room + count, 0, size_t(2 * (most - count)));
+    if (stride != 1 || count < read) {
+      if (stride == 1) memcpy(room, from, size_t(2 * count));
+      for (int64_t i = 0; stride != 1 && i < count; i++) room[i] = from[i * stride];
+      memset(room + count, 0, size_t(2 * (read - count)));
       from = room;
     }
     if (most > HALF) {

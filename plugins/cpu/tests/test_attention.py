@@ -67,6 +67,21 @@ def test_a_causal_block_is_its_steps(library: Any, D: int, Dv: int | None, dtype
 
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", (1, 3))
+def test_rows_that_share_keys_see_their_own(library: Any, heads: int, dtype: mx.Dtype, kernels: str) -> None:
+    """More rows than read keys together, the first of which see none of the last sixteens of keys."""
+    assert library.use_kernels(kernels)
+    L, T = 45, 51
+    q, k, v = made(L, T, 32, dtype, heads=2 * heads)
+    block = library.attention(q, k, v, 0.2, None, True)
+    for r in range(L):
+        seen = T - L + r + 1
+        alone = library.attention(q[:, :, r : r + 1], k[:, :, :seen], v[:, :, :seen], 0.2)
+        assert raw(block[:, :, r : r + 1]) == raw(alone)
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_hidden_keys_leave_no_trace(library: Any, dtype: mx.Dtype, kernels: str) -> None:
     assert library.use_kernels(kernels)
     q, k, v = made(7, 33, 32, dtype)
