@@ -42,6 +42,19 @@ double best_seconds(F&& task) {
   return best;
 }
 
+// Whether dictionaries hold the very objects of `values`, one after the other, and no others.
+bool hold(const nb::list& dictionaries, const nb::list& values) {
+  const Py_ssize_t size = PyList_Size(values.ptr());
+  Py_ssize_t n = 0;
+  for (nb::handle one : dictionaries) {
+    PyObject *key = nullptr, *value = nullptr;
+    for (Py_ssize_t place = 0; PyDict_Next(one.ptr(), &place, &key, &value); n++) {
+      if (n == size || PyList_GetItem(values.ptr(), n) != value) return false;
+    }
+  }
+  return n == size;
+}
+
 // Bytes a second read from memory by all threads, over `mib` mebibytes.
 double read_rate(int mib) {
   std::vector<float> data(size_t(mib) << 18, 1.0f);
@@ -63,7 +76,7 @@ double multiply_add_rate() {
 
 NB_MODULE(_native, m) {
   nb::module_::import_("mlx.core");  // registers the array type
-  m.attr("interface") = 11;  // INTERFACE of native.py: raised with every change of names or arguments below
+  m.attr("interface") = 12;  // INTERFACE of native.py: raised with every change of names or arguments below
   m.attr("built_for") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                         std::to_string(MLX_VERSION_PATCH);
   m.def(
@@ -237,6 +250,7 @@ NB_MODULE(_native, m) {
         return spec::short_convolution(x, w, bias, {});
       },
       "x"_a, "weight"_a, "bias"_a = nb::none());
+  m.def("hold", &hold, "dictionaries"_a, "values"_a);
   m.def("read_rate", &read_rate, "mib"_a = 256, nb::call_guard<nb::gil_scoped_release>());
   m.def("multiply_add_rate", &multiply_add_rate, nb::call_guard<nb::gil_scoped_release>());
   m.def("threads", &spec::threads);

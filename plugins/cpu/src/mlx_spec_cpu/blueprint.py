@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import chain
-from operator import is_
 from typing import Any
 
 import mlx.core as mx
@@ -30,6 +28,7 @@ from .modules import (
     RowRMSNormNoScale,
     packed,
 )
+from .native import library
 from .recipe import Recipe
 from .rope import rotation
 from .twins import twin
@@ -103,8 +102,7 @@ class Built:
     def __init__(self, module: Any, dtype: mx.Dtype):
         self.dtype = dtype
         self.holders = list(module.modules())
-        self.now = [holder.values() for holder in self.holders]  # views of what they hold at any time
-        self.parts = list(chain.from_iterable(self.now))
+        self.parts = [part for holder in self.holders for part in holder.values()]
         # names with an underscore are no parameters: wavelengths, say, which only turn what they are given
         own = [part for holder in self.holders for name, part in holder.items() if not name.startswith("_")]
         self.exact = all(stays(part, dtype) for part in own)
@@ -112,8 +110,7 @@ class Built:
 
     def stale(self) -> bool:
         """Whether a part or a parameter is another one now."""
-        kept = map(is_, chain.from_iterable(self.now), self.parts)
-        return sum(map(len, self.now)) != len(self.parts) or not all(kept)
+        return not library().hold(self.holders, self.parts)
 
     def run(self, name: str, write: Callable[[Blueprint], None]) -> Run | None:
         """The operation of this name, written when it is first asked for; None when a part is not covered."""

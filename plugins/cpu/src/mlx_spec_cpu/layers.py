@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from itertools import chain
-from operator import is_
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +23,7 @@ from .activation import acting
 from .attention import attend, attending
 from .blueprint import Run, stays, width
 from .modules import RowLinear, RowQuantizedLinear, RowRMSNorm, packed
+from .native import library
 from .recipe import Recipe
 from .rope import rotation
 from .twins import twin
@@ -49,8 +48,7 @@ class Held:
 
     def stale(self) -> bool:
         """Whether a part or a parameter is another one now."""
-        now = chain.from_iterable(map(dict.values, self.holders))
-        return sum(map(len, self.holders)) != len(self.parts) or not all(map(is_, now, self.parts))
+        return not library().hold(self.holders, self.parts)
 
 
 def run_block(block: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:

@@ -11,7 +11,7 @@ from mlx_spec.errors import RefusedError
 
 REBUILD = "pip install --force-reinstall --no-deps ./plugins/cpu (make clean and make demo for a clone's .venv)"
 # What the Python side calls in the library; native/bindings.cpp has the number of what it offers.
-INTERFACE = 11
+INTERFACE = 12
 
 
 def ready() -> tuple[bool, str]:
