@@ -40,7 +40,10 @@ def test_a_state_without_caches_comes_back(tmp_path):
 
 
 def test_rows_that_have_no_form_in_a_file_are_refused(tmp_path):
-    with pytest.raises(RefusedError, match=r"rows of .* expected values of JSON in DraftState\.rows"):
+    with pytest.raises(
+        RefusedError,
+        match=r"\(Object of type object is not JSON serializable\), expected values of JSON in DraftState\.rows",
+    ):
         DraftState(rows=[object()]).save(tmp_path / "s")
     assert not list(tmp_path.iterdir())
 

@@ -53,7 +53,10 @@ def test_a_step_under_way_cannot_be_saved(tmp_path):
 def test_a_drafter_whose_objects_have_no_form_in_a_file_is_named(tmp_path):
     lane = lane_of(scripted())
     lane.draft_state.rows = [object(), object()]
-    with pytest.raises(RefusedError, match=r"found rows of object \(.*\), expected values of JSON"):
+    with pytest.raises(
+        RefusedError,
+        match=r"found rows of object \(Object of type object is not JSON serializable\), expected values of JSON",
+    ):
         save_lane(lane, tmp_path / "lane")
     assert not list(tmp_path.glob("lane*"))
 
