@@ -13,9 +13,7 @@ static bool in_lanes(const Attention& a) { return !a.bits && a.type == Type::bf1
 
 #ifdef SPEC_PAIRS
 static bool in_pairs(const Attention& a) { return a.q_type == Type::bf16; }
-static inline vec pair_product(vec sum, __m512i keys, const float* query) {
-  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(keys), reinterpret_cast<__m512bh>(ones(*query)));
-}
+static inline vec pair_product(vec sum, __m512i keys, const float* query) { return add_pair(sum, query, as_pairs(keys)); }
 #else
 static bool in_pairs(const Attention&) { return false; }
 static inline vec pair_product(vec sum, __m512i, const float*) { return sum; }

@@ -1,4 +1,4 @@
-// Rows of bfloat16 by packed codes or by bfloat16, two products an instruction (AVX-512 BF16, VBMI and GFNI). Included by
+// Rows of bfloat16 by packed codes or by bfloat16, two products an instruction (AVX-512 BF16 and VBMI). Included by
 // linear.inl.
 //
 // Codes less a centre are exact in bfloat16, and so is every product; sums are floats. Row invariance: a column has a
@@ -6,7 +6,7 @@
 // after unit with scale * sum(x * (q - centre)), where sum adds up two neighbouring lanes of the products, which take
 // codes of one group. At the end comes a fixed tree. Chains of two columns share a vector, so that one multiplication
 // scales both. What is left of a row after its units may be half or a fourth of one. Rows that could overflow on that way,
-// with infinities or NaN, are left to the products of single floats.
+// with infinities or NaN, are left to the products of single floats. By eights: code_columns.inl.
 
 typedef __m512bh pair_vec;
 
@@ -107,13 +107,18 @@ struct PairAffine8 {
     const __m512i b = bytes > 64 ? load_bytes(p + 64, bytes - 64) : _mm512_setzero_si512();
     if constexpr (V == 4) return {{_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xdd)}};
   }
+  // The bytes of the values of 64 codes.
+  inline void values(__m512i q, __m512i& bottom, __m512i& top) const {
+    // q - 128 and its complement: the larger one is i
+    const __m512i i = _mm512_max_epi8(_mm512_xor_si512(q, _mm512_set1_epi8(char(0x80))), _mm512_xor_si512(q, _mm512_set1_epi8(0x7f)));
+    const __m512i magnitude = _mm512_permutex2var_epi8(high[0], i, high[1]);
+    bottom = _mm512_permutex2var_epi8(low[0], i, low[1]);
+    top = _mm512_ternarylogic_epi32(q, _mm512_set1_epi8(char(0x80)), magnitude, 0xae);  // ~q & 0x80 | magnitude
+  }
   template <int V>
   inline pair_vec decode(const Codes<V>& stored, int t) const {
-    // bits of i are those of q, or their complements where its highest is zero; that one is the sign
-    const __m512i i = _mm512_gf2p8affine_epi64_epi8(stored.line[t / 2], _mm512_set1_epi64(int64_t(0x8182848890a0c080)), 0xff);
-    const __m512i bottom = _mm512_permutex2var_epi8(low[0], i, low[1]);
-    const __m512i magnitude = _mm512_permutex2var_epi8(high[0], i, high[1]);
-    const __m512i top = _mm512_ternarylogic_epi32(i, _mm512_set1_epi8(char(0x80)), magnitude, 0xea);  // i & 0x80 | magnitude
+    __m512i bottom, top;
+    values(stored.line[t / 2], bottom, top);
     return as_pairs(t % 2 ? _mm512_unpackhi_epi8(bottom, top) : _mm512_unpacklo_epi8(bottom, top));
   }
   static constexpr int place(int t, int l) { return 32 * (l / 8) + 16 * (t / 2) + 8 * (t % 2) + l % 8; }
@@ -245,7 +250,6 @@ using ScalesOf = std::conditional_t<D::centre == 0, FloatScales<D, group>, Store
 template <class D, int group>
 struct PairBlock {
   static constexpr int64_t near = 2 * NEAR;
-  static constexpr int rows = 8;  // at a time
   using S = ScalesOf<D, group>;
   const Product& p;
   const D& code;
@@ -429,7 +433,7 @@ static void all_pair_rows(const Product& p, const Block& block, int64_t n, int64
   last_pair_rows<Block::rows - 1>(p, block, m, n, columns);
 }
 
-// Floats of a thread for the scales of a block.
+// Floats of a thread for a block's scales where they are stored as something else.
 template <class D, int group>
 static int64_t scale_floats(const Product& p) {
   return D::centre == 0 ? BLOCK * (p.K / group) : 0;
@@ -446,17 +450,25 @@ static ScalesOf<D, group> scales_of(const Product& p, int64_t n, int64_t count) 
   }
 }
 
+#include "code_columns.inl"
+
 template <class D, int group>
 static void pair_product(const Product& p, int64_t first, int64_t last) {
   const D code;
   for (int64_t n = first; n < last; n += BLOCK) {
     touch_ahead(p, first, n);
     const int64_t count = last - n < BLOCK ? last - n : BLOCK;
+    int64_t m = 0;
+    if (p.rows >= TURNED_ROWS) {
+      const ColumnBlock<D, group> turned(p, code, n, count, p.scratch + scale_floats<D, group>(p));
+      for (; m + TURNED_ROWS <= p.rows; m += TURNED_ROWS) turned.rows(m);
+      if (m == p.rows) continue;
+    }
     const uint8_t* codes = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
     const int64_t after = (n + BLOCK) * (p.K / group) * size_of(p.w.scale_type);
     const PairBlock<D, group> block{p, code, codes, scales_of<D, group>(p, n, count), static_cast<const char*>(p.w.scales) + after,
                                     p.w.biases ? static_cast<const char*>(p.w.biases) + after : nullptr};
-    all_pair_rows(p, block, n, count);
+    last_pair_rows<TURNED_ROWS - 1>(p, block, m, n, count);
   }
 }
 
@@ -608,5 +620,5 @@ static void product_of_pairs(const Product& p, int64_t first, int64_t last) {
 
 static int64_t pair_scratch(const Product& p) {
   if (p.w.format == Format::dense) return columns_in_lanes(p.w, p.K) && !p.w.lanes ? LANE_COLUMNS * pairs_of(p.K) : 0;
-  return with_pairs(p.w, [&]<class D, int group>() { return scale_floats<D, group>(p); });
+  return with_pairs(p.w, [&]<class D, int group>() { return scale_floats<D, group>(p) + turned_floats<D, group>(p.K); });
 }

@@ -165,9 +165,9 @@ def test_bfloat16_rows_are_summed_as_floats(library: Any, bits: int, group: int,
 @pytest.mark.parametrize("packing", [*PAIRED, Packing("nvfp4", 4, 16)], ids=str)
 def test_bfloat16_rows_that_end_anywhere(library: Any, packing: Packing, kernels: str) -> None:
     assert library.use_kernels(kernels)
-    for K in range(packing.group_size, 321, packing.group_size):
-        layer, x = make_layer(packing, mx.bfloat16, 18, K), activations(9, K, mx.bfloat16)
-        y = check_blocks(library, layer, x, [1, 3, 8, 9])
+    for K in (*range(packing.group_size, 321, packing.group_size), 512, 576, 704):
+        layer, x = make_layer(packing, mx.bfloat16, 18, K), activations(18, K, mx.bfloat16)
+        y = check_blocks(library, layer, x, [1, 3, 7, 8, 9, 16, 18])
         exact = as_float64(x) @ layer.exact.T
         assert np.abs(as_float64(y) - exact).max() < TOLERANCE[mx.bfloat16] * np.abs(exact).max(), K
 
