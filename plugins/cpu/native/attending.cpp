@@ -10,8 +10,9 @@ namespace spec {
 namespace {
 
 constexpr int64_t HAND_OVER = 20'000;    // multiply-adds in the time it takes to share work and to wait for its end
-constexpr int64_t SHARES = 4;             // pieces a thread should find
+constexpr int64_t SHARES = 8;             // pieces a thread should find
 constexpr int64_t FEWEST_KEYS = 32;       // in a piece
+constexpr int64_t KEYS_AT_ONCE = 16;      // that kernels bring into lanes together
 
 thread_local Buffer scratch_buffer;
 
@@ -35,7 +36,7 @@ void attend_in_pieces(const Kernels& k, std::vector<Attention>& tasks) {
     k.begin(a);
   }
   const int64_t count = int64_t(tasks.size()), shares = (SHARES * threads() + count - 1) / count;
-  const int64_t keys = std::max<int64_t>((most / shares + 3) / 4 * 4, FEWEST_KEYS), pieces = (most + keys - 1) / keys;
+  const int64_t keys = std::max<int64_t>((most / shares + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE * KEYS_AT_ONCE, FEWEST_KEYS), pieces = (most + keys - 1) / keys;
   parallel_for(count * pieces, [&](int64_t i) {
     const Attention& a = tasks[size_t(i / pieces)];
     k.score(a, i % pieces * keys, (i % pieces + 1) * keys);

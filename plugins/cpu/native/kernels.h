@@ -26,6 +26,12 @@ struct Weights {
   const float* lanes;  // what `put_in_lanes` made of it, or null
 };
 
+// What is read soon after a product, fetched meanwhile: `count` stretches of `bytes`, `apart` bytes from each other.
+struct Soon {
+  const char* data;
+  int64_t bytes, apart, count;
+};
+
 // y[m][n] = sum_k x[m][k] * w[n][k] (+ bias[n]), for n in [first, last).
 // x rows are float, padded with zeros to `padded` and in the order `prepare` gave them, as `prepare_pairs` left them, or as they lie where `direct` says so.
 struct Product {
@@ -37,6 +43,9 @@ struct Product {
   bool pairs;  // x rows come from `prepare_pairs`
   Type y_type, bias_type;
   float* scratch;  // `scratch_floats` of them, of the calling thread
+  const Soon* soon;  // `soon_count` of them, of which a call fetches the part between two fractions; null for none
+  int64_t soon_count;
+  double soon_from, soon_to;
 };
 
 // Keys or values of one head: entry t lies `stride` bytes behind the one before it. Packed ones have a scale and a bias

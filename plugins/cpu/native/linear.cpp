@@ -122,10 +122,15 @@ void cut(const Kernels& k, const Product& p, std::vector<Piece>& pieces) {
   for (int64_t n = 0; n < p.N; n += columns) pieces.push_back({&p, n, std::min(p.N, n + columns)});
 }
 
-void run(const Kernels& k, const std::vector<Piece>& pieces) {
-  parallel_for(int64_t(pieces.size()), [&](int64_t i) {
+void run(const Kernels& k, const std::vector<Piece>& pieces, const std::vector<Soon>& soon = {}) {
+  const int64_t count = int64_t(pieces.size());
+  parallel_for(count, [&](int64_t i) {
     const Piece& piece = pieces[size_t(i)];
     Product p = *piece.product;
+    if (!soon.empty()) {
+      p.soon = soon.data(), p.soon_count = int64_t(soon.size());
+      p.soon_from = double(i) / double(count), p.soon_to = double(i + 1) / double(count);
+    }
     p.scratch = scratch_buffer.floats(size_t(k.scratch_floats(p)));
     k.product(p, piece.first, piece.last);
   });
@@ -546,16 +551,16 @@ void multiply(const Factored* layers, size_t count, const void* x, Type type, in
 
 }  // namespace
 
-void multiply_rows(const std::vector<Factored>& layers, const void* x, Type type, int64_t rows) {
+void multiply_rows(const std::vector<Factored>& layers, const void* x, Type type, int64_t rows, const std::vector<Soon>& soon) {
   for (auto& layer : layers) {
     if (prepared_alike(layer.factor->product.w, layers[0].factor->product.w)) continue;
-    for (auto& one : layers) multiply_rows({one}, x, type, rows);  // rows are prepared in another way for each
+    for (auto& one : layers) multiply_rows({one}, x, type, rows, &one == &layers.back() ? soon : std::vector<Soon>{});  // rows are prepared in another way for each
     return;
   }
-  multiply(layers.data(), layers.size(), x, type, rows, false, [](const Kernels& k, const std::vector<Product>& products) {
+  multiply(layers.data(), layers.size(), x, type, rows, false, [&](const Kernels& k, const std::vector<Product>& products) {
     plan.pieces.clear();
     for (const Product& p : products) cut(k, p, plan.pieces);
-    run(k, plan.pieces);
+    run(k, plan.pieces, soon);
   });
 }
 

@@ -75,8 +75,9 @@ struct Factored {
   const Factor* factor;
   void* y;
 };
-// The same rows, one after the other, through every layer; the layers run side by side.
-void multiply_rows(const std::vector<Factored>& layers, const void* x, Type type, int64_t rows);
+// The same rows, one after the other, through every layer; the layers run side by side. Of what is read soon, every thread
+// fetches the part it will have when that is divided in its order.
+void multiply_rows(const std::vector<Factored>& layers, const void* x, Type type, int64_t rows, const std::vector<Soon>& soon = {});
 // The same through one layer, on this thread alone.
 void multiply_here(const Factor& factor, const void* x, Type type, int64_t rows, void* y);
 

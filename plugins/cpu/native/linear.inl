@@ -307,9 +307,26 @@ static inline void follow_block(const Product& p, const Source& source, int64_t 
   }
 }
 
+// Fetches what is read soon after the product: of the call's part of it, what falls to the block of columns from n on.
+[[gnu::always_inline]] static inline void fetch_soon(const Product& p, int64_t first, int64_t last, int64_t n) {
+  const int64_t upto = n + BLOCK < last ? n + BLOCK : last;
+  const double each = (p.soon_to - p.soon_from) / double(last - first);
+  for (const Soon* s = p.soon; s < p.soon + p.soon_count; s++) {
+    const double bytes = double(s->bytes * s->count);
+    int64_t at = int64_t(bytes * (p.soon_from + each * double(n - first))) & ~int64_t(63);
+    const int64_t end = int64_t(bytes * (p.soon_from + each * double(upto - first)));
+    while (at < end) {
+      const int64_t stretch = at / s->bytes, left = (stretch + 1) * s->bytes, stop = left < end ? left : end;
+      const char* data = s->data + stretch * (s->apart - s->bytes);
+      for (; at < stop; at += 64) __builtin_prefetch(data + at, 0, 2);
+    }
+  }
+}
+
 // Touches the pages of some blocks of columns, with all that belongs to them, before they are read; n is the next block of
-// a product's columns from `first` on.
-[[gnu::always_inline]] static inline void touch_ahead(const Product& p, int64_t first, int64_t n) {
+// a product's columns from `first` to `last`. Fetches what is read soon besides.
+[[gnu::always_inline]] static inline void touch_ahead(const Product& p, int64_t first, int64_t last, int64_t n) {
+  if (p.soon) fetch_soon(p, first, last, n);
   const int64_t block = BLOCK * p.w.row_bytes, some = TOUCHED / (block + 1) + 1;
   if ((n - first) / BLOCK % some) return;
   const int64_t upto = n + 2 * some * BLOCK < p.N ? n + 2 * some * BLOCK : p.N, from = n == first ? n : n + some * BLOCK;
@@ -328,7 +345,7 @@ struct Packed {
   template <int MR>
   static void fused(const Product& p, int64_t first, int64_t last) {
     for (int64_t n = first; n < last; n += BLOCK) {
-      touch_ahead(p, first, n);
+      touch_ahead(p, first, last, n);
       const int64_t columns = last - n < BLOCK ? last - n : BLOCK;
       const Scales groups(p, n, columns, p.scratch);
       const uint8_t* codes = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
@@ -354,7 +371,7 @@ struct Plain {
   template <int MR>
   static void fused(const Product& p, int64_t first, int64_t last) {
     for (int64_t n = first; n < last; n += BLOCK) {
-      touch_ahead(p, first, n);
+      touch_ahead(p, first, last, n);
       const int64_t columns = last - n < BLOCK ? last - n : BLOCK;
       const uint8_t* data = static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes;
       follow_block<MR, tile_columns(MR)>(p, PlainBlock<D>{p, data, p.w.row_bytes, p.K, true}, p.K, 0, n, columns);

@@ -456,7 +456,7 @@ template <class D, int group>
 static void pair_product(const Product& p, int64_t first, int64_t last) {
   const D code;
   for (int64_t n = first; n < last; n += BLOCK) {
-    touch_ahead(p, first, n);
+    touch_ahead(p, first, last, n);
     const int64_t count = last - n < BLOCK ? last - n : BLOCK;
     int64_t m = 0;
     if (p.rows >= TURNED_ROWS) {
@@ -477,7 +477,7 @@ static void pair_product(const Product& p, int64_t first, int64_t last) {
 static void plain_pair_product(const Product& p, int64_t first, int64_t last) {
   if (columns_in_lanes(p.w, p.K)) return lane_product(p, first, last);
   for (int64_t n = first; n < last; n += BLOCK) {
-    touch_ahead(p, first, n);
+    touch_ahead(p, first, last, n);
     all_pair_rows(p, PairPlainBlock{p, static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes}, n, last - n < BLOCK ? last - n : BLOCK);
   }
 }

@@ -17,6 +17,7 @@ constexpr int64_t FEWEST = 64;            // rows at a time all the same: every 
 constexpr int64_t SERIAL = 4'000;         // additions below which sharing rows among threads costs more than it saves
 constexpr int64_t SMALL = 8'192;          // weights of a layer that every row is multiplied with on its own
 constexpr int64_t ROWS = 8;               // at a time, of operations in a row
+constexpr int64_t SOON = 128 << 10;       // bytes of keys and values per thread that are fetched before they are read
 
 thread_local Buffer registers_buffer;
 
@@ -493,6 +494,27 @@ size_t Program::rows_end(size_t i) const {
   return i;
 }
 
+// The stored keys and values that an attention reads before any further layer does, from stage i on, as far as caches should
+// hold them; keys are read first.
+void Program::read_soon(size_t i, const Block& b, const Call& call, std::vector<Soon>& soon) const {
+  const size_t end = rows_end(i);
+  if (end == stages_.size() || (stages_[end].kind != Kind::attend && stages_[end].kind != Kind::look)) return;
+  const Stage& s = stages_[end];
+  const Store& over = s.kind == Kind::attend ? call.own : call.lent[size_t(s.place)];
+  const Register& key = registers_[size_t(s.kind == Kind::attend ? s.b : s.a)];
+  const int64_t item = int64_t(mx::size_of(key.dtype)), start = over.start + b.first, upto = s.kind == Kind::attend ? over.start : start + b.rows;
+  const int64_t low = s.window ? std::max<int64_t>(over.low, start + 1 - s.window) : over.low;
+  int64_t room = SOON * threads();
+  for (bool values : {false, true}) {
+    const char* data = values ? over.values : over.keys;
+    const int64_t* strides = values ? over.value_strides : over.key_strides;
+    const int64_t bytes = (upto - low) * strides[1] * item;
+    room -= bytes * s.key_heads;
+    if (bytes <= 0 || room < 0) return;
+    soon.push_back({data + low * strides[1] * item, bytes, strides[0] * item, s.key_heads});
+  }
+}
+
 // Runs the stages over rows that lie together in every register.
 void Program::block(const Block& b, const Call& call) const {
   for (size_t i = 0; i < stages_.size();) {
@@ -509,9 +531,11 @@ void Program::block(const Block& b, const Call& call) const {
       choose_rows(b.data[s.a], from.type, b.rows, from.width, limit, reinterpret_cast<int32_t*>(b.data[s.to]), largest.data());
     } else if (s.kind == Kind::linear) {
       thread_local std::vector<Factored> together;
-      together.clear();
+      thread_local std::vector<Soon> soon;
+      together.clear(), soon.clear();
       for (i = end; i < layers_from(end); i++) together.push_back({stages_[i].factor.get(), b.data[stages_[i].to]});
-      multiply_rows(together, b.data[s.a], from.type, b.rows);
+      read_soon(i, b, call, soon);
+      multiply_rows(together, b.data[s.a], from.type, b.rows, soon);
     } else {
       attend(s, b, s.kind == Kind::attend ? call.own : call.lent[size_t(s.place)]);
     }

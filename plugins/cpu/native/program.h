@@ -130,6 +130,7 @@ class Program {
     int64_t first, rows, L;
   };
   size_t layers_from(size_t i) const;
+  void read_soon(size_t i, const Block& b, const Call& call, std::vector<Soon>& soon) const;
   size_t rows_end(size_t i) const;
   int64_t effort(const Stage& s) const;
   void block(const Block& b, const Call& call) const;
