@@ -7,6 +7,7 @@
 
 constexpr int TURNED_ROWS = 8;        // at a time
 constexpr int COLUMN_CHAINS = W / 2;  // of each column
+constexpr int64_t LONGEST = 1536;     // bytes of a column's codes: those of long ones, and the rows, find no room in the first-level cache
 constexpr int64_t NEAR_COLUMN = 512;  // bytes of codes: a block of such columns fits into the first-level cache beside the rows
 
 // Four words of codes of sixteen columns, from byte `from` on: one of every column to a vector. With items of two bytes, the
@@ -61,8 +62,10 @@ struct Steps<PairAffine8, V> {
   static constexpr int chain(int i) { return i; }
   static inline int64_t place(int64_t step) { return V == 4 ? 2 * step : step == 0 || step == 3 ? step : 3 - step; }
   static inline void decode(const PairAffine8& code, const __m512i* word, int i, int t, pair_vec& even, pair_vec& odd) {
+    // q - 128 or its complement, whichever is not negative: where many rows are multiplied, GFNI takes the products' place
+    const __m512i q = word[2 * t + i], signed_q = _mm512_xor_si512(q, _mm512_set1_epi8(char(0x80)));
     __m512i bottom, top;
-    code.values(word[2 * t + i], bottom, top);
+    code.values(_mm512_max_epi8(signed_q, _mm512_xor_si512(q, _mm512_set1_epi8(0x7f))), signed_q, bottom, top);
     even = as_pairs(_mm512_unpacklo_epi8(bottom, top)), odd = as_pairs(_mm512_unpackhi_epi8(bottom, top));
   }
 };
@@ -211,6 +214,11 @@ struct ColumnBlock {
         if (near) fetch_lines<true>(next, BLOCK * step_bytes);
         if (!near) fetch_lines<false>(next, BLOCK * step_bytes);
         next += BLOCK * step_bytes;
+      }
+      if (whole) {  // what the next unit takes of the rows, which may be too long for the first-level cache
+        const int64_t further = V * W + step * (W - 2 * S::ahead);
+#pragma GCC unroll 8
+        for (int r = 0; r < TURNED_ROWS; r++) __builtin_prefetch(pair[r] + further, 0, 3);
       }
       const int64_t skip = 16 * S::place(step);
 #pragma GCC unroll 2

@@ -23,7 +23,7 @@ bool runs(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (!strcmp(name, "avx512bf16")) {
-    return runs("avx512") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+    return runs("avx512") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
   }
   if (!strcmp(name, "avx512")) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

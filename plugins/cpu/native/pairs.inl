@@ -1,4 +1,4 @@
-// Rows of bfloat16 by packed codes or by bfloat16, two products an instruction (AVX-512 BF16 and VBMI). Included by
+// Rows of bfloat16 by packed codes or by bfloat16, two products an instruction (AVX-512 BF16, VBMI and GFNI). Included by
 // linear.inl.
 //
 // Codes less a centre are exact in bfloat16, and so is every product; sums are floats. Row invariance: a column has a
@@ -107,18 +107,18 @@ struct PairAffine8 {
     const __m512i b = bytes > 64 ? load_bytes(p + 64, bytes - 64) : _mm512_setzero_si512();
     if constexpr (V == 4) return {{_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xdd)}};
   }
-  // The bytes of the values of 64 codes.
-  inline void values(__m512i q, __m512i& bottom, __m512i& top) const {
-    // q - 128 and its complement: the larger one is i
-    const __m512i i = _mm512_max_epi8(_mm512_xor_si512(q, _mm512_set1_epi8(char(0x80))), _mm512_xor_si512(q, _mm512_set1_epi8(0x7f)));
+  // The two bytes of values by their i, of which the highest bits do not count, and those bits of `signs`.
+  inline void values(__m512i i, __m512i signs, __m512i& bottom, __m512i& top) const {
     const __m512i magnitude = _mm512_permutex2var_epi8(high[0], i, high[1]);
     bottom = _mm512_permutex2var_epi8(low[0], i, low[1]);
-    top = _mm512_ternarylogic_epi32(q, _mm512_set1_epi8(char(0x80)), magnitude, 0xae);  // ~q & 0x80 | magnitude
+    top = _mm512_ternarylogic_epi32(signs, _mm512_set1_epi8(char(0x80)), magnitude, 0xea);  // signs & 0x80 | magnitude
   }
   template <int V>
   inline pair_vec decode(const Codes<V>& stored, int t) const {
+    // bits of i are those of q, or their complements where its highest is zero; that one is the sign
+    const __m512i i = _mm512_gf2p8affine_epi64_epi8(stored.line[t / 2], _mm512_set1_epi64(int64_t(0x8182848890a0c080)), 0xff);
     __m512i bottom, top;
-    values(stored.line[t / 2], bottom, top);
+    values(i, i, bottom, top);
     return as_pairs(t % 2 ? _mm512_unpackhi_epi8(bottom, top) : _mm512_unpacklo_epi8(bottom, top));
   }
   static constexpr int place(int t, int l) { return 32 * (l / 8) + 16 * (t / 2) + 8 * (t % 2) + l % 8; }
@@ -250,6 +250,7 @@ using ScalesOf = std::conditional_t<D::centre == 0, FloatScales<D, group>, Store
 template <class D, int group>
 struct PairBlock {
   static constexpr int64_t near = 2 * NEAR;
+  static constexpr int rows = 8;  // at a time
   using S = ScalesOf<D, group>;
   const Product& p;
   const D& code;
@@ -425,10 +426,9 @@ static void last_pair_rows(const Product& p, const Block& block, int64_t m, int6
   }
 }
 
-// Every row, some at a time.
+// Every row from m on, some at a time.
 template <class Block>
-static void all_pair_rows(const Product& p, const Block& block, int64_t n, int64_t columns) {
-  int64_t m = 0;
+static void all_pair_rows(const Product& p, const Block& block, int64_t m, int64_t n, int64_t columns) {
   for (; m + Block::rows <= p.rows; m += Block::rows) pair_rows<Block::rows>(p, block, m, n, columns);
   last_pair_rows<Block::rows - 1>(p, block, m, n, columns);
 }
@@ -459,7 +459,7 @@ static void pair_product(const Product& p, int64_t first, int64_t last) {
     touch_ahead(p, first, last, n);
     const int64_t count = last - n < BLOCK ? last - n : BLOCK;
     int64_t m = 0;
-    if (p.rows >= TURNED_ROWS) {
+    if (p.rows >= TURNED_ROWS && p.w.row_bytes <= LONGEST) {
       const ColumnBlock<D, group> turned(p, code, n, count, p.scratch + scale_floats<D, group>(p));
       for (; m + TURNED_ROWS <= p.rows; m += TURNED_ROWS) turned.rows(m);
       if (m == p.rows) continue;
@@ -468,7 +468,7 @@ static void pair_product(const Product& p, int64_t first, int64_t last) {
     const int64_t after = (n + BLOCK) * (p.K / group) * size_of(p.w.scale_type);
     const PairBlock<D, group> block{p, code, codes, scales_of<D, group>(p, n, count), static_cast<const char*>(p.w.scales) + after,
                                     p.w.biases ? static_cast<const char*>(p.w.biases) + after : nullptr};
-    last_pair_rows<TURNED_ROWS - 1>(p, block, m, n, count);
+    all_pair_rows(p, block, m, n, count);
   }
 }
 
@@ -478,7 +478,7 @@ static void plain_pair_product(const Product& p, int64_t first, int64_t last) {
   if (columns_in_lanes(p.w, p.K)) return lane_product(p, first, last);
   for (int64_t n = first; n < last; n += BLOCK) {
     touch_ahead(p, first, last, n);
-    all_pair_rows(p, PairPlainBlock{p, static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes}, n, last - n < BLOCK ? last - n : BLOCK);
+    all_pair_rows(p, PairPlainBlock{p, static_cast<const uint8_t*>(p.w.data) + n * p.w.row_bytes}, 0, n, last - n < BLOCK ? last - n : BLOCK);
   }
 }
 
