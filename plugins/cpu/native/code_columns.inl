@@ -289,7 +289,7 @@ struct ColumnBlock {
 #pragma GCC unroll 8
     for (int r = 0; r < TURNED_ROWS; r++) {
       const vec sum = plus(plus(both(0, 4, r), both(2, 6, r)), plus(both(1, 5, r), both(3, 7, r)));
-      store_any(p.y[m + r], p.y_type, n, 1, columns, p.bias ? plus(sum, bias) : sum);
+      store_any(p.y[m + r], p.y_type, n, 1, columns, with_one_nan(p.bias ? plus(sum, bias) : sum));
     }
   }
 };

@@ -66,7 +66,7 @@ static void lane_tile(const Product& p, const float* lanes, int64_t m, int64_t n
     const int64_t first = n + c * W, count = last - first;
     const vec bias = p.bias ? load_any(p.bias, p.bias_type, first, 1, count) : zero();
 #pragma GCC unroll 12
-    for (int r = 0; r < MR; r++) store_any(p.y[m + r], p.y_type, first, 1, count, p.bias ? plus(sum[r][c], bias) : sum[r][c]);
+    for (int r = 0; r < MR; r++) store_any(p.y[m + r], p.y_type, first, 1, count, with_one_nan(p.bias ? plus(sum[r][c], bias) : sum[r][c]));
   }
 }
 

@@ -205,6 +205,25 @@ def test_values_that_overflow_when_multiplied_with_codes(library: Any, packing: 
 
 
 @pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("packing", [Packing("dense"), *PAIRED, Packing("affine", 4, 128), Packing("nvfp4", 4, 16)], ids=str)
+def test_there_is_one_nan(library: Any, packing: Packing, kernels: str) -> None:
+    """NaN of both signs meet in rows and in scales: which one an addition keeps must not show."""
+    assert library.use_kernels(kernels)
+    layer, x = make_layer(packing, mx.bfloat16, 26, 384), activations(17, 384, mx.bfloat16)
+    picked = np.random.default_rng(3).permuted(np.tile(np.arange(384), (17, 1)), axis=1)
+    rows = as_float64(x)
+    for column, value in zip(picked.T, (np.nan, -np.nan, np.inf, -np.inf), strict=False):
+        rows[np.arange(17), column] = value
+    check_blocks(library, layer, mx.array(rows.astype(np.float32)).astype(mx.bfloat16), [2, 7, 8, 9, 17])
+    if packing.mode == "nvfp4":
+        scales = np.array(layer.arguments["scales"])
+        scales[::3, ::5], scales[::3, 1::5] = 0x7F, 0xFF
+        layer.arguments["scales"] = mx.array(scales)
+        y = check_blocks(library, layer, x, [7, 8, 16, 17])
+        assert np.isnan(as_float64(y))[:, ::3].all() and np.isfinite(as_float64(y))[:, 1::3].all()
+
+
+@pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("packing", [Packing("dense"), Packing("affine", 4, 32), Packing("affine", 8, 64)], ids=str)
 def test_rows_longer_than_a_cache(library: Any, packing: Packing, dtype: mx.Dtype, kernels: str) -> None:
