@@ -251,9 +251,17 @@ def test_the_command_says_what_it_rounded_and_widened(spec, tmp_path):
     [
         (["convert", "m.gguf"], 2, "--out"),
         (["convert", "absent.gguf", "-o", "out"], 1, "absent.gguf"),
+        (["convert", "absent.gguf", "-o", "out"], 1, "Check the path"),
         (["convert", ".", "-o", "out"], 1, "it holds GGUF files only"),
         (["convert", "bad.gguf", "-o", "out"], 1, "first bytes b'no G'"),
         (["convert", "m.gguf", "-o", "there"], 2, "something there already (config.json)"),
+        (["convert", "m.gguf", "-o", "bad.gguf"], 2, "found a file, expected a new folder"),
+        (
+            ["convert", "m.gguf", "-o", "bad.gguf/out"],
+            2,
+            "Choose another folder with -o, or correct its permissions",
+        ),
+        (["generate", "-m", "m.gguf", "-p", "a"], 1, "Make one of it: spec convert m.gguf -o DIR"),
         (["convert", "m.gguf", "-o", "out", "--dtype", "int8"], 2, "float32 | float16 | bfloat16"),
     ],
 )

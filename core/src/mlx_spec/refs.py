@@ -118,11 +118,12 @@ def _is_dir(path: Path) -> bool:
     """True for a directory; LoadError for a file or an unreadable path."""
     try:
         if path.is_file():
+            gguf = path.suffix == ".gguf"
             raise LoadError(
                 f"model {path}",
                 found="a file",
                 expected="a directory with config.json and safetensors files",
-                next_step="Give the directory that holds it",
+                next_step=f"Make one of it: spec convert {path} -o DIR" if gguf else "Give the directory that holds it",
                 code="L01",
             )
         return path.is_dir()

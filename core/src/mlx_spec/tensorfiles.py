@@ -205,7 +205,7 @@ def unreadable(file: Path, error: OSError) -> LoadError:
         f"{file.name} in {file.parent}",
         found=error.strerror or str(error),
         expected="a readable file",
-        next_step="Check that it is a file and that you may read it",
+        next_step="Check the path, that it is a file and that you may read it",
         code="L03",
     )
 

@@ -205,7 +205,9 @@ def test_values_that_overflow_when_multiplied_with_codes(library: Any, packing: 
 
 
 @pytest.mark.parametrize("kernels", SETS)
-@pytest.mark.parametrize("packing", [Packing("dense"), *PAIRED, Packing("affine", 4, 128), Packing("nvfp4", 4, 16)], ids=str)
+@pytest.mark.parametrize(
+    "packing", [Packing("dense"), *PAIRED, Packing("affine", 4, 128), Packing("nvfp4", 4, 16)], ids=str
+)
 def test_there_is_one_nan(library: Any, packing: Packing, kernels: str) -> None:
     """NaN of both signs meet in rows and in scales: which one an addition keeps must not show."""
     assert library.use_kernels(kernels)

@@ -15,7 +15,7 @@ def taken(out: Path, inside: list[str], overwrite: bool | None, checkpoint: bool
     advice = ", or pass --overwrite" if checkpoint and overwrite is False else ""
     return UsageError(
         f"folder {out}",
-        found=f"something there already ({', '.join(inside[:4])})",
+        found=f"something there already ({', '.join(inside[:4])})" if out.is_dir() else "a file",
         expected="a new folder" + (", or a checkpoint to replace" if overwrite else ""),
         next_step="Choose another folder with -o" + advice,
         code="U65",

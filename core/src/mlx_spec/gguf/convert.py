@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from ..conversion.refusals import NO_ROOM
 from ..errors import UsageError
 from ..tensorfiles import unreadable
 from ..tensorwriter import Entry, SafetensorsWriter
@@ -100,11 +101,12 @@ def convert_gguf(
             _write_settings(folder, model, vocabulary, done)
             _put_in_place(folder, out, Path(scratch) / "before")
     except OSError as error:
+        full = error.errno in NO_ROOM
         raise UsageError(
             f"folder {out}",
             found=error.strerror or str(error),
-            expected="a place that can be written to, with room for the checkpoint",
-            next_step="Make room, or choose another folder with -o",
+            expected="a place that can be written to" + (", with room for the checkpoint" if full else ""),
+            next_step=f"Choose another folder with -o, or {'make room' if full else 'correct its permissions'}",
             code="U83",
         ) from error
     return done
@@ -121,7 +123,7 @@ def check_folder(source: Path, out: Path, overwrite: bool) -> None:
     if not (overwrite and checkpoint):
         raise UsageError(
             f"folder {out}",
-            found=f"something there already ({', '.join(inside[:4])})",
+            found=f"something there already ({', '.join(inside[:4])})" if out.is_dir() else "a file",
             expected="a new folder" + (", or a checkpoint that does not hold the file" if overwrite else ""),
             next_step="Choose another folder" + ("" if overwrite or not checkpoint else ", or pass --overwrite"),
             code="U65",
