@@ -98,8 +98,7 @@ static void finish(const Product& p, const vec (&acc)[MR][BLOCK], int64_t m, int
     if (p.bias) {
       for (int j = 0; j < BLOCK; j++) out[j] += bias[j];
     }
-    // Which of two NaN an addition gives depends on what a compiler adds to what: there is one here.
-    for (int j = 0; j < BLOCK; j++) out[j] = out[j] == out[j] ? out[j] : bits_to_float(0x7fc00000);
+    for (int j = 0; j < BLOCK; j += W) store(out + j, with_one_nan(load(out + j)));
     if constexpr (W == BLOCK) {
       store_any(p.y[m + i], p.y_type, n, 1, columns, load(out));
     } else {

@@ -125,11 +125,6 @@ struct PairAffine8 {
   static constexpr int half_place(int t, int l) { return 32 * (l / 8 % 2) + 16 * (l / 16) + 8 * t + l % 8; }
 };
 
-// Results as `finish` has them: with one NaN.
-static inline vec with_one_nan(vec v) {
-  return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), ones(bits_to_float(0x7fc00000)));
-}
-
 static int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Vectors of what is left of a row after its long units.

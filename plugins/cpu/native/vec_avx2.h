@@ -55,6 +55,10 @@ static inline vec over(vec a, vec b) { return _mm256_div_ps(a, b); }
 static inline vec unless_below(vec v, vec x, float limit) {
   return _mm256_and_ps(_mm256_cmp_ps(x, ones(limit), _CMP_NLT_UQ), v);
 }
+// v, but for NaN, of which there is one: which of two an addition gives depends on what a compiler adds to what.
+static inline vec with_one_nan(vec v) {
+  return _mm256_blendv_ps(v, ones(bits_to_float(0x7fc00000)), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+}
 
 static inline vec load_bf16(const uint16_t* p) {
   __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

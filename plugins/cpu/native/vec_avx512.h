@@ -88,6 +88,11 @@ static inline vec unless_below(vec v, vec x, float limit) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, ones(limit), _CMP_NLT_UQ), v);
 }
 
+// v, but for NaN, of which there is one: which of two an addition gives depends on what a compiler adds to what.
+static inline vec with_one_nan(vec v) {
+  return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), ones(bits_to_float(0x7fc00000)));
+}
+
 static inline vec load_bf16(const uint16_t* p) {
   __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));

@@ -51,6 +51,11 @@ static inline vec two_to(vec a) {  // a whole, -126 to 127
 }
 // v where x >= limit (or x is NaN), else zero.
 static inline vec unless_below(vec a, vec b, float limit) { LANES(q[i] < limit ? 0.0f : p[i]); }
+// v, but for NaN, of which there is one: which of two an addition gives depends on what a compiler adds to what.
+static inline vec with_one_nan(vec a) {
+  const vec b = a;
+  LANES(q[i] != q[i] ? bits_to_float(0x7fc00000) : p[i]);
+}
 // The values of the lanes after being stored as bfloat16 or float16.
 static inline vec through_bf16(vec a) {
   const vec b = a;
