@@ -15,7 +15,7 @@ import pytest
 
 import mlx_spec
 from mlx_spec.checkpoint import tensor_index
-from mlx_spec.errors import LoadError, UsageError
+from mlx_spec.errors import LoadError, RefusedError, UsageError
 from mlx_spec.gguf import convert as module
 from mlx_spec.gguf.convert import convert_gguf
 from mlx_spec.gguf.rope import llama3_factors
@@ -268,9 +268,10 @@ def test_nothing_half_written_is_left(error, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "_write_settings", fail)  # weights are there by then
     for folder, overwrite in (("new", False), ("out", True)):
-        with pytest.raises((KeyboardInterrupt, UsageError)) as caught:
+        with pytest.raises((KeyboardInterrupt, RefusedError)) as caught:
             convert_gguf(source, tmp_path / folder, overwrite=overwrite)
-        assert caught.type is KeyboardInterrupt or "No space left" in str(caught.value)
+        if caught.type is RefusedError:
+            assert caught.value.code == "R40" and "No space left" in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out"]
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 

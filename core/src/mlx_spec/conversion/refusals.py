@@ -10,13 +10,15 @@ from ..errors import RefusedError, UsageError
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def taken(out: Path, inside: list[str], overwrite: bool | None, checkpoint: bool) -> UsageError:
-    """Something is where the output is to be; `overwrite` as in `staging.check_output`."""
+def taken(
+    out: Path, inside: list[str], overwrite: bool | None, checkpoint: bool, replaced: str = "a checkpoint to replace"
+) -> UsageError:
+    """Something is where the output is to be; `overwrite` as in `staging.check_output`, of `replaced`."""
     advice = ", or pass --overwrite" if checkpoint and overwrite is False else ""
     return UsageError(
         f"folder {out}",
         found=f"something there already ({', '.join(inside[:4])})" if out.is_dir() else "a file",
-        expected="a new folder" + (", or a checkpoint to replace" if overwrite else ""),
+        expected="a new folder" + (f", or {replaced}" if overwrite else ""),
         next_step="Choose another folder with -o" + advice,
         code="U65",
     )

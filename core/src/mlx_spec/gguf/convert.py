@@ -18,8 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ..conversion.refusals import NO_ROOM
-from ..errors import UsageError
+from ..conversion.refusals import NO_ROOM, no_room, taken, unwritable
 from ..tensorfiles import unreadable
 from ..tensorwriter import Entry, SafetensorsWriter
 from .blocks import GROUP, TYPES, Affine, Floats, TensorType, pack, type_name
@@ -77,7 +76,8 @@ def convert_gguf(
         overwrite: replace `out` when it holds a checkpoint.
         on_bytes: told how many bytes of the tensors are done, and of how many.
 
-    Raises LoadError for a file that cannot be converted, UsageError for a folder that cannot be written.
+    Raises LoadError for a file that cannot be converted, UsageError for a folder that cannot be written,
+    RefusedError for a disk without room.
     """
     out = out.resolve()
     check_folder(source, out, overwrite)
@@ -101,14 +101,10 @@ def convert_gguf(
             _write_settings(folder, model, vocabulary, done)
             _put_in_place(folder, out, Path(scratch) / "before")
     except OSError as error:
-        full = error.errno in NO_ROOM
-        raise UsageError(
-            f"folder {out}",
-            found=error.strerror or str(error),
-            expected="a place that can be written to" + (", with room for the checkpoint" if full else ""),
-            next_step=f"Choose another folder with -o, or {'make room' if full else 'correct its permissions'}",
-            code="U83",
-        ) from error
+        reason = error.strerror or str(error)
+        if error.errno in NO_ROOM:
+            raise no_room(out, "room for the checkpoint", reason, "") from error
+        raise unwritable(out, reason) from error
     return done
 
 
@@ -121,13 +117,7 @@ def check_folder(source: Path, out: Path, overwrite: bool) -> None:
         return
     checkpoint = (out / "config.json").is_file() and not source.resolve().is_relative_to(out)
     if not (overwrite and checkpoint):
-        raise UsageError(
-            f"folder {out}",
-            found=f"something there already ({', '.join(inside[:4])})" if out.is_dir() else "a file",
-            expected="a new folder" + (", or a checkpoint that does not hold the file" if overwrite else ""),
-            next_step="Choose another folder" + ("" if overwrite or not checkpoint else ", or pass --overwrite"),
-            code="U65",
-        )
+        raise taken(out, inside, overwrite, checkpoint, "a checkpoint that does not hold the file")
 
 
 def _put_in_place(folder: Path, out: Path, aside: Path) -> None:
