@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from mlx_spec import cli as cli_module
 from mlx_spec.cli import COMMANDS, SpecGroup, cli
 from mlx_spec.cli.usage import as_usage_error
-from mlx_spec.errors import LoadError, UsageError
+from mlx_spec.errors import Finding, LoadError, PairError, UsageError
 
 COMMAND_PLUGIN = """
 import click
@@ -78,25 +78,27 @@ def test_every_command_has_help_and_names_itself(name):
 
 HUGE = "9" * 20_000 + "x"
 REFUSALS = {
-    "plugin": "command: found 'plugin', expected generate | inspect | .* | doctor. Did you mean 'plugins'?",
-    "zzz": "command: found 'zzz', expected generate | .*. See spec --help.",
-    HUGE: "command: found '999.* (20003 characters) .*999x', expected generate | .*. See spec --help.",
-    "--nonsense": "spec: found option '--nonsense', expected an option of this command. See spec --help.",
-    "generate --max-token 3": "spec generate: found option '--max-token', .* Did you mean --max-tokens or .*?",
-    "generate --exactness nope": "--exactness: found 'nope', expected bitwise | greedy | distribution | lossy. .*",
-    f"generate --seed {HUGE}": "--seed: found '999.* (20003 characters) .*999x', expected a whole number. .*",
-    "generate -n -1": "-n / --max-tokens: found -1, expected a whole number of at least 0. Correct the value.",
-    "generate --temp warm": "--temp: found 'warm', expected a number. Correct the value.",
-    "generate -n 1_0": "-n / --max-tokens: found '1_0', expected a whole number of at least 0. Correct the value.",
-    "generate --seed ٣": "--seed: found '٣', expected a whole number. Correct the value.",
-    "generate --top-p 0_1.5": "--top-p: found '0_1.5', expected a number. Correct the value.",
-    "generate --kv-bits": "--kv-bits: found no value, expected one behind it. Give it a value.",
-    "generate --json=3": "--json: found a value, expected none: it is a switch. Drop the value.",
-    "inspect": "spec inspect: found no MODEL, expected spec inspect [OPTIONS] MODEL. Add it; see spec inspect --help.",
-    f"inspect a {HUGE}": "spec inspect: found unexpected extra argument .* (20033 characters) .*",
-    "new drafter": "spec new: found no NAME, expected spec new [OPTIONS] {drafter|family} NAME. Add it; .*",
-    "new dr x": "KIND: found 'dr', expected drafter | family. Correct the value.",
-    f"new drafter x --out {__file__}": "--out: found .* is a file, expected a folder. Correct the value.",
+    "plugin": "U53: command: found 'plugin', expected generate | inspect | .* | doctor. Did you mean 'plugins'?",
+    "zzz": "U53: command: found 'zzz', expected generate | .*. See spec --help.",
+    HUGE: "U53: command: found '999.* (20003 characters) .*999x', expected generate | .*. See spec --help.",
+    "--nonsense": "U52: spec: found option '--nonsense', expected an option of this command. See spec --help.",
+    "generate --max-token 3": "U52: spec generate: found option '--max-token', .* Did you mean --max-tokens or .*?",
+    "generate --exactness nope": "U50: --exactness: found 'nope', expected bitwise | greedy | distribution | lossy. .*",
+    f"generate --seed {HUGE}": "U50: --seed: found '999.* (20003 characters) .*999x', expected a whole number. .*",
+    "generate -n -1": "U50: -n / --max-tokens: found -1, expected a whole number of at least 0. Correct the value.",
+    "generate --temp warm": "U50: --temp: found 'warm', expected a number. Correct the value.",
+    "generate -n 1_0": "U50: -n / --max-tokens: found '1_0', expected a whole number of at least 0. Correct the value.",
+    "generate --seed ٣": "U50: --seed: found '٣', expected a whole number. Correct the value.",
+    "generate --top-p 0_1.5": "U50: --top-p: found '0_1.5', expected a number. Correct the value.",
+    "generate --kv-bits": "U51: --kv-bits: found no value, expected one behind it. Give it a value.",
+    "generate --json=3": "U51: --json: found a value, expected none: it is a switch. Drop the value.",
+    "inspect": (
+        "U51: spec inspect: found no MODEL, expected spec inspect [OPTIONS] MODEL. Add it; see spec inspect --help."
+    ),
+    f"inspect a {HUGE}": "U54: spec inspect: found unexpected extra argument .* (20033 characters) .*",
+    "new drafter": "U51: spec new: found no NAME, expected spec new [OPTIONS] {drafter|family} NAME. Add it; .*",
+    "new dr x": "U50: KIND: found 'dr', expected drafter | family. Correct the value.",
+    f"new drafter x --out {__file__}": "U50: --out: found .* is a file, expected a folder. Correct the value.",
 }
 
 
@@ -106,7 +108,7 @@ def test_refused_command_lines_say_found_expected_and_next_step(line):
     result = CliRunner().invoke(cli, line.split())
     assert result.exit_code == 2 and result.stdout == ""
     pattern = ".*".join(map(re.escape, REFUSALS[line].split(".*")))
-    assert re.fullmatch(pattern + "\n", result.stderr), result.stderr
+    assert re.fullmatch(f"error {pattern}\n", result.stderr), result.stderr
     assert len(result.stderr) < 400
 
 
@@ -126,6 +128,20 @@ def test_numbers_and_folders_are_read_by_types_of_our_own():
     assert len(numbers) > 15 and len(ranges) > 5
     assert {type(p.type).__module__ for p in numbers} == {"mlx_spec.cli.values"}
     assert {type(p.type).__name__ for p in options if "--out" in p.opts} == {"Folder"}
+
+
+def test_every_finding_that_refuses_a_pair_is_told_with_its_code(failing):
+    parts = ("vocabulary", "9 entries", "at most 5")
+    findings = [
+        Finding("P26", "note", "context", "9", "99", "Nothing"),
+        Finding("P22", "error", *parts, "Use another"),
+        Finding("P23", "error", "caches", "a ring", "rows", "Use another"),
+    ]
+    result = CliRunner().invoke(failing(PairError(findings)), ["fail"])
+    assert result.exit_code == 1 and result.stderr == (
+        "error P22: vocabulary: found 9 entries, expected at most 5.\n"
+        "error P23: caches: found a ring, expected rows. Use another.\n"
+    )
 
 
 def test_refused_command_lines_have_codes():
@@ -169,7 +185,7 @@ def test_commands_of_plugins_join_and_taken_names_are_refused(site, spec):
     assert spec("greet").stdout == "hello\n"
     done = spec("plugins", "--json")
     (hello,) = [p for p in json.loads(done.stdout)["plugins"] if p["name"] == "hello"]
-    assert hello["loaded"] and "command 'plugins'" in hello["errors"][0]
+    assert hello["loaded"] and hello["errors"][0].startswith("error G08: command 'plugins': found it taken")
 
 
 def test_two_plugins_cannot_share_a_command(site, spec):
@@ -185,9 +201,9 @@ def test_plugins_filter_and_unknown_names(site, spec):
     site.install("b-dist", "b", "")
     done = spec("plugins", MLX_SPEC_PLUGINS="b,ghost")
     assert done.returncode == 0
-    names = [line.split()[0] for line in done.stdout.splitlines()[1:] if not line.startswith("error:")]
+    names = [line.split()[0] for line in done.stdout.splitlines()[1:] if not line.startswith("error ")]
     assert names == ["core", "b", "ghost"]
-    assert "error: plugin 'ghost' of MLX_SPEC_PLUGINS" in done.stdout
+    assert "error G02: plugin 'ghost' of MLX_SPEC_PLUGINS" in done.stdout
 
 
 def test_clean_text_in_a_pipe(site, spec):
@@ -225,11 +241,11 @@ FULL = {"found": "1", "expected": "2", "next_step": "Do this"}
 @pytest.mark.parametrize(
     "error, code, text",
     [
-        (UsageError("--top-p", **FULL), 2, "--top-p: found 1, expected 2. Do this.\n"),
-        (LoadError("config.json", **FULL), 1, "config.json: found 1, expected 2. Do this.\n"),
-        (click.UsageError("wrong."), 2, ": found wrong, expected"),
+        (UsageError("--top-p", **FULL), 2, "error U00: --top-p: found 1, expected 2. Do this.\n"),
+        (LoadError("config.json", **FULL), 1, "error L00: config.json: found 1, expected 2. Do this.\n"),
+        (click.UsageError("wrong."), 2, "error U54: group fail: found wrong, expected"),
         (click.ClickException("a plugin's own"), 1, "Error: a plugin's own"),
-        (OSError(errno.ENOSPC, "No space left"), 1, "writing the output: found No space left, expected a place that"),
+        (OSError(errno.ENOSPC, "No space left"), 1, "error R11: writing the output: found No space left, "),
         (OSError(errno.ENOSPC, "No space left", "a.json"), 1, "internal error: OSError"),
         (KeyboardInterrupt(), 130, ""),
         (click.Abort(), 130, ""),
@@ -283,14 +299,14 @@ def test_a_full_output_is_one_error(command, unbuffered, place, tmp_path):
     done = run_with_output(f"{limit}PYTHONDONTWRITEBYTECODE=1 spec {command} > {place}", unbuffered)
     assert done.returncode == 1
     found = "File too large" if limit else "No space left on device"
-    assert done.stderr.startswith(f"writing the output: found {found}, expected a place that takes it.")
+    assert done.stderr.startswith(f"error R11: writing the output: found {found}, expected a place that takes it.")
     assert done.stderr.count("\n") == 1
 
 
 def test_a_closed_output_is_one_error_and_closed_talk_is_none():
     done = run_with_output("spec plugins >&-")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "writing the output: found standard output closed" in done.stderr
+    assert "error R11: writing the output: found standard output closed" in done.stderr
     assert run_with_output("spec plugins 2>&-").returncode == 0
 
 

@@ -120,8 +120,10 @@ def test_errors_exit_1_and_name_the_next_step(spec, site):
     site.install("bad-dist", "bad", "raise RuntimeError('x')\n")
     done = spec("doctor", MLX_SPEC_PROBE="perhaps", MLX_SPEC_PROBBE="1")
     assert done.returncode == 1
-    assert "error plugin bad: " in done.stdout
-    assert "error settings: Correct or unset MLX_SPEC_PROBE" in done.stdout
+    assert "error G07: plugin bad: " in done.stdout
+    assert "error U03: settings: Correct or unset MLX_SPEC_PROBE" in done.stdout
+    checks = by_name(spec("doctor", "--json", MLX_SPEC_PROBE="perhaps"))
+    assert (checks["plugin bad"]["code"], checks["settings"]["code"], checks["python"]["code"]) == ("G07", "U03", "")
 
 
 def test_misspelt_variables_and_unwritable_cache_are_warnings(spec, tmp_path):

@@ -76,7 +76,7 @@ def test_prompt_ids(text, ids):
 def test_prompt_ids_are_plain_decimal_integers(run, text, found):
     result = run("--prompt-ids", text)
     assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("--prompt-ids: found ") and found in result.stderr
+    assert result.stderr.startswith("error U34: --prompt-ids: found ") and found in result.stderr
     assert "expected decimal integers with single commas between" in result.stderr and len(result.stderr) < 400
 
 
@@ -94,25 +94,26 @@ ABSENT = "/no/such/drafter"
 @pytest.mark.parametrize(
     ("args", "env", "start"),
     [
-        (["--draft-kind", "nope"], {}, "--draft-kind: found nope, "),
-        ([], {"MLX_SPEC_DRAFT_KIND": "nope"}, "MLX_SPEC_DRAFT_KIND: found nope, "),
-        ([], {"LLAMA_ARG_DRAFT_KIND": "nope"}, "LLAMA_ARG_DRAFT_KIND: found nope, "),
-        (["--spec-config", '{"method": "nope"}'], {}, "--spec-config: found nope, "),
-        (["--draft-kind", "nope"], {"MLX_SPEC_DRAFT_KIND": "mtp"}, "--draft-kind: found nope, "),
-        (["--draft-kind", ""], {}, "--draft-kind: found an empty name, "),
-        (["--draft-model", ABSENT], {}, f"model {ABSENT}: found no directory"),
-        ([], {"MLX_SPEC_DRAFT_MODEL": ABSENT}, f"MLX_SPEC_DRAFT_MODEL: model {ABSENT}: found no directory"),
-        (["--spec-config", f'{{"model": "{ABSENT}"}}'], {}, f"--spec-config: model {ABSENT}: found no directory"),
+        (["--draft-kind", "nope"], {}, "error U26: --draft-kind: found nope, "),
+        ([], {"MLX_SPEC_DRAFT_KIND": "nope"}, "error U26: MLX_SPEC_DRAFT_KIND: found nope, "),
+        ([], {"LLAMA_ARG_DRAFT_KIND": "nope"}, "error U26: LLAMA_ARG_DRAFT_KIND: found nope, "),
+        (["--spec-config", '{"method": "nope"}'], {}, "error U26: --spec-config: found nope, "),
+        (["--draft-kind", "nope"], {"MLX_SPEC_DRAFT_KIND": "mtp"}, "error U26: --draft-kind: found nope, "),
+        (["--draft-kind", ""], {}, "error U26: --draft-kind: found an empty name, "),
+        (["--draft-model", ABSENT], {}, f"error L01: model {ABSENT}: found no directory"),
+        ([], {"MLX_SPEC_DRAFT_MODEL": ABSENT}, f"error L01: MLX_SPEC_DRAFT_MODEL: model {ABSENT}: found no directory"),
+        (["--spec-config", f'{{"model": "{ABSENT}"}}'], {},
+         f"error L01: --spec-config: model {ABSENT}: found no directory"),
         ([], {"MLX_SPEC_DRAFT_MODEL": ABSENT, "MLX_SPEC_DRAFT_KIND": "prompt-lookup"},
-         f"MLX_SPEC_DRAFT_MODEL: found {ABSENT} together with MLX_SPEC_DRAFT_KIND prompt-lookup, "),
+         f"error U21: MLX_SPEC_DRAFT_MODEL: found {ABSENT} together with MLX_SPEC_DRAFT_KIND prompt-lookup, "),
         ([], {"MLX_SPEC_DRAFT_KIND": "full-model"},
-         "--draft-model: found no drafter directory, expected one for MLX_SPEC_DRAFT_KIND full-model"),
+         "error U22: --draft-model: found no drafter directory, expected one for MLX_SPEC_DRAFT_KIND full-model"),
         (["--draft-kind", "prompt-lookup"], {"MLX_SPEC_DRAFT_BLOCK_SIZE": "x"},
-         "environment variable MLX_SPEC_DRAFT_BLOCK_SIZE: found 'x', expected a whole number"),
+         "error U03: environment variable MLX_SPEC_DRAFT_BLOCK_SIZE: found 'x', expected a whole number"),
         (["--draft-kind", "prompt-lookup"], {"LLAMA_ARG_DRAFT_BLOCK_SIZE": "65"},
-         "environment variable LLAMA_ARG_DRAFT_BLOCK_SIZE: found '65', expected at most 64"),
+         "error U03: environment variable LLAMA_ARG_DRAFT_BLOCK_SIZE: found '65', expected at most 64"),
         (["--draft-kind", "prompt-lookup", "--draft-block-size", "65"], {},
-         "--draft-block-size (L, verified rows per round, anchor counted): found 65, "),
+         "error U70: --draft-block-size (L, verified rows per round, anchor counted): found 65, "),
     ],
 )  # fmt: skip
 def test_the_flag_or_variable_that_gave_a_bad_value_is_named(run, args, env, start):
@@ -124,7 +125,7 @@ def test_the_flag_or_variable_that_gave_a_bad_value_is_named(run, args, env, sta
 def test_the_variable_is_named_for_a_directory_of_another_kind(run, target):
     result = run("--prompt-ids", "1", "--draft-model", target, MLX_SPEC_DRAFT_KIND="mtp")
     assert result.exit_code in (1, 2) and "--draft-kind" not in result.stderr
-    assert result.stderr.startswith(("MLX_SPEC_DRAFT_KIND: found mtp for ", "head of target")), result.stderr
+    assert result.stderr.startswith(("error U24: MLX_SPEC_DRAFT_KIND: found mtp for ", "error L20: head of target"))
 
 
 # -- MLX_SPEC_PLUGINS ------------------------------------------------------------------------------------
@@ -137,7 +138,8 @@ def test_a_plugin_that_is_asked_for_and_absent_is_refused(site, run, target, com
     run("--prompt-ids", "1", MLX_SPEC_PLUGINS=value)
     result = CliRunner().invoke(cli, [str(target) if part == "T" else part for part in command])
     assert result.exit_code == 1 and result.stdout == ""
-    assert result.stderr.startswith(f"plugin {name!r} of MLX_SPEC_PLUGINS: found no entry point of that name")
+    start = f"error G02: plugin {name!r} of MLX_SPEC_PLUGINS: found no entry point of that name"
+    assert result.stderr.startswith(start)
     assert "acme" in result.stderr.split("installed: ")[1]
     assert CliRunner().invoke(cli, ["plugins"]).exit_code == 0  # which shows the same error
 
@@ -296,10 +298,10 @@ def test_texts_that_cannot_be_prompts_are_refused(run, source, monkeypatch, data
     """The limit is what a file that never ends meets, /dev/zero for one."""
     monkeypatch.setattr(promptfile, "LIMIT", 1000)
     result = run("--prompt-file", source(data))
-    assert result.exit_code == 2 and result.stderr.startswith(f"--prompt-file {source(data)}: found ")
+    assert result.exit_code == 2 and result.stderr.startswith(f"error U33: --prompt-file {source(data)}: found ")
     assert found in result.stderr and "expected readable UTF-8 text" in result.stderr
     result = CliRunner().invoke(cli, ["generate", "-m", "x", "-p", "-"], input=data)
-    assert result.exit_code == 2 and result.stderr.startswith("prompt on standard input: found ")
+    assert result.exit_code == 2 and result.stderr.startswith("error U33: prompt on standard input: found ")
     assert found in result.stderr
     result = CliRunner().invoke(cli, ["bench", "-m", "x", "--prompt-file", str(source(data))])
     assert result.exit_code == 2 and found in result.stderr
@@ -370,7 +372,8 @@ def test_a_home_that_nobody_has_is_said_in_one_line(run):
     result = run("--prompt-ids", "1", "--draft-model", "~no-such-person/drafter")
     assert result.exit_code == 1 and "found no directory ~no-such-person/drafter" in result.stderr
     result = run("--prompt-ids", "1", MLX_SPEC_CACHE_DIR="~no-such-person/cache")
-    assert result.exit_code == 2 and result.stderr.startswith("environment variable MLX_SPEC_CACHE_DIR: found ")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error U03: environment variable MLX_SPEC_CACHE_DIR: found ")
     assert "expected a folder below a home directory that exists" in result.stderr
 
 

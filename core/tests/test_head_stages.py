@@ -72,7 +72,7 @@ def test_tensors_without_a_promise(source):
 def test_a_head_that_is_not_whole(source):
     edit(source, mtp_num_hidden_layers=2)
     stage = own_stages(ref(source))[1]
-    assert stage.state == "no" and stage.reason == "1 layer, expected 2 layers, as config.json declares"
+    assert stage.state == "no" and stage.reason == "1 layer, expected 2 layers, as config.json declares (C03)"
 
 
 def test_without_a_plugin_the_familys_stages_are_open(source, monkeypatch):

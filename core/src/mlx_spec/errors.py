@@ -58,6 +58,10 @@ class SpecError(Exception):
             self.code = code
         super().__init__(message(what, found, expected, next_step))
 
+    def line(self) -> str:
+        """How every command tells it: the code, which docs/errors.md explains, and the message."""
+        return f"error {self.code}: {self}"
+
     def given_by(self, source: str) -> Self:
         """The same error, naming the flag or variable that brought the value at fault."""
         self.what = source if self.what == MODEL_NAME else f"{source}: {self.what}"
@@ -153,4 +157,9 @@ class PairError(RefusedError):
         super().__init__(
             first.subject, found=first.found, expected=first.expected, next_step=first.next_step, code=first.code
         )
-        self.args = ("\n".join(listed([first, *(f for f in self.findings[1:] if f.severity == "error")])),)
+        self._refusing = [first, *(f for f in self.findings[1:] if f.severity == "error")]
+        self.args = ("\n".join(listed(self._refusing)),)
+
+    def line(self) -> str:
+        """A line per finding that refuses the pair, each with its code."""
+        return "\n".join(listed(self._refusing, coded=True))

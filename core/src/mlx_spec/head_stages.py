@@ -48,6 +48,11 @@ class Stage:
     reason: str
     next_step: str = NOTHING
 
+    @classmethod
+    def refused(cls, name: str, error: SpecError | Finding) -> Stage:
+        """The stage that an error stands in the way of, with its code."""
+        return cls(name, "no", f"{error.found}, expected {error.expected} ({error.code})", error.next_step)
+
 
 def own_stages(ref: ModelRef) -> list[Stage]:
     """Stages of the head in a target's own checkpoint; empty for a model that has and promises none."""
@@ -90,7 +95,7 @@ def present(config: Mapping[str, Any], heads: Sequence[Head], problems: Sequence
         return Stage("tensors", "no", f"none, where config.json declares {counted(promised_layers(config))}", KEEP_HEAD)
     broken = next((problem for problem in problems if problem.code == "C03"), None)
     if broken is not None:
-        return Stage("tensors", "no", f"{broken.found}, expected {broken.expected}", broken.next_step)
+        return Stage.refused("tensors", broken)
     held = ", ".join(f"{head.tensors} under {head.prefix}" for head in heads)
     return Stage("tensors", "ok", held)
 
@@ -119,7 +124,7 @@ def _by_plugin(target: ModelRef, drafter: ModelRef) -> list[Stage]:
     try:
         found = manager.registry.drafter_for(drafter)
     except SpecError as error:
-        return [Stage("shapes", "no", f"{error.found}, expected {error.expected}", error.next_step)]
+        return [Stage.refused("shapes", error)]
     if found is None:
         reason = f"no installed plugin reads heads of model_type {drafter.model_type}"
         return list(_open(FAMILY_STAGES, reason, "Install the family's plugin"))
@@ -127,7 +132,7 @@ def _by_plugin(target: ModelRef, drafter: ModelRef) -> list[Stage]:
     try:
         answers = manager.owner_call("spec_inspect_head", owner)(target=target, drafter=drafter, card=card) or []
     except SpecError as error:
-        return [Stage("shapes", "no", f"{error.found}, expected {error.expected}", error.next_step)]
+        return [Stage.refused("shapes", error)]
     said = {stage.name: stage for stage in answers}
     if not said:
         said = {"shapes": _by_validation(target, drafter, card, owner)}
@@ -144,7 +149,7 @@ def _by_validation(target: ModelRef, drafter: ModelRef, card: DrafterCard, owner
     error = next((finding for finding in findings if finding.severity == "error"), None)
     if error is None:
         return Stage("shapes", "ok", f"plugin {owner} finds nothing wrong with the pair")
-    return Stage("shapes", "no", f"{error.found}, expected {error.expected}", error.next_step)
+    return Stage.refused("shapes", error)
 
 
 def _trunk(target: ModelRef, drafter: ModelRef, extracted: bool) -> Stage:
@@ -154,7 +159,7 @@ def _trunk(target: ModelRef, drafter: ModelRef, extracted: bool) -> Stage:
     try:
         findings = check_trunk(target, drafter, extracted=True)
     except SpecError as error:
-        return Stage("trunk", "no", f"{error.found}, expected {error.expected}", error.next_step)
+        return Stage.refused("trunk", error)
     if findings and findings[0].code == UNRECORDED and not extracted:
         return Stage("trunk", "open", "drafters of this kind are trained apart and carry no record of one", APART)
     if findings:

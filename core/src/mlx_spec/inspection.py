@@ -130,7 +130,7 @@ def _proven(name: str, drafter: str | None) -> Stage:
     try:
         plan = load(name, drafter, HEAD_KIND).plan
     except SpecError as error:
-        return Stage("probe", "no", f"{error.found}, expected {error.expected}", error.next_step)
+        return Stage.refused("probe", error)
     if plan.exactness is None:
         return Stage("probe", "open", plan.reason, "Change the setting that turned it off")
     return verdict_stage(plan.exactness)
@@ -355,7 +355,7 @@ def _candidate(ref: ModelRef, name: str) -> DrafterFit:
         reason = "; ".join(listed([f for f in refused.findings if f.severity == "error"], coded=True))
         return DrafterFit(kind, name, False, reason, _stages_of(ref, choice) if choice is not None else [])
     except SpecError as error:
-        return DrafterFit(kind, name, False, str(error))
+        return DrafterFit(kind, name, False, error.line())
     stages = _stages_of(ref, choice)
     told = PASSING if stages else ()  # by the stage "trunk"
     reason = "; ".join(f.line() for f in findings if f.code not in told)

@@ -160,7 +160,7 @@ def exit_code(error: BaseException) -> int:
         if isinstance(shown, click.ClickException):  # a plugin's own
             shown.show()
         elif isinstance(shown, SpecError):
-            click.echo(str(shown), err=True)
+            click.echo(shown.line(), err=True)
         else:
             hint = "" if early().debug else " Set MLX_SPEC_LOG_LEVEL=debug for the traceback."
             click.echo(f"internal error: {type(error).__name__}: {error}.{hint}", err=True)

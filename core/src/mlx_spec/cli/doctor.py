@@ -33,12 +33,18 @@ FAST_BLAS = {"openblas": "OpenBLAS", "mkl": "Intel MKL", "blis": "BLIS", "flexib
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding: what was looked at, how it is, what was seen, what to do about it."""
+    """One finding: what was looked at, how it is, what was seen, what to do; the code of an error."""
 
     name: str
     status: Status
     detail: str
     next_step: str = ""
+    code: str = ""
+
+    def advice(self) -> str:
+        """The next step under the table, behind what it is about."""
+        begin = f"{self.status} {self.code}:" if self.code else self.status
+        return f"{begin} {self.name}: {self.next_step}"
 
 
 @click.command("doctor")
@@ -55,7 +61,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
         print_table(("check", "status", "found"), [(c.name, c.status, c.detail) for c in checks])
         for check in checks:
             if check.next_step:
-                print(f"{check.status} {check.name}: {check.next_step}")
+                print(check.advice())
     if failed:
         ctx.exit(1)
 
@@ -73,7 +79,8 @@ def _guarded(group: Callable[[], Iterator[Check]]) -> list[Check]:
     try:
         return list(group())
     except SpecError as error:
-        return [Check(name, "error", f"{error.what}: found {error.found}, expected {error.expected}", error.next_step)]
+        detail = f"{error.what}: found {error.found}, expected {error.expected}"
+        return [Check(name, "error", detail, error.next_step, error.code)]
     except Exception as error:  # the doctor reports, whatever the patient does
         detail = f"{type(error).__name__}: {error}"
         return [Check(name, "error", detail, "Set MLX_SPEC_LOG_LEVEL=debug and run spec doctor again")]
@@ -245,7 +252,7 @@ def _plugins() -> Iterator[Check]:
         if not record.errors:
             yield Check(f"plugin {record.name}", "ok", label)
         for error in record.errors:
-            yield Check(f"plugin {record.name}", "error", f"{label}: {error}", error.next_step)
+            yield Check(f"plugin {record.name}", "error", f"{label}: {error}", error.next_step, error.code)
     if not any(record.loaded and record.claims and record.claims.targets for record in records):
         step = "For a family of its own, install its plugin, e.g. in a clone: pip install ./plugins/gemma4"
         yield Check("plugins", "warn", "no plugin serves a model family; generic targets only", step)

@@ -33,7 +33,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
         for reason, ops in _idle(row).items():
             print(f"note: plugin {row['name']}: not used here: {', '.join(ops)}: {reason}")
         for error in row["errors"]:
-            print(f"error: {error}")
+            print(error)
 
 
 def settled_records(ctx: click.Context) -> list[PluginRecord]:
@@ -58,7 +58,7 @@ def describe(record: PluginRecord) -> dict[str, Any]:
         "kernels": [_describe_kernel(record.name, kernel) for kernel in (claims.kernels if claims else ())],
         "demos": [demo.name for demo in claims.demos] if claims else [],
         "hooks": list(record.hooks),
-        "errors": [str(error) for error in record.errors],
+        "errors": [error.line() for error in record.errors],
     }
 
 

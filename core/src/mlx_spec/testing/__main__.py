@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         _tiny(asked.family, asked.out, asked.seed, asked.set)
     except SpecError as error:
-        print(error, file=sys.stderr)
+        print(error.line(), file=sys.stderr)
         return error.exit_code
     return 0
 

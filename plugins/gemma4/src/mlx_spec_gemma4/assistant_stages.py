@@ -22,14 +22,14 @@ def assistant_stages(target: ModelRef, drafter: ModelRef) -> list[Stage]:
     if shapes:
         more = f" (and {len(shapes) - 1} more)" if len(shapes) > 1 else ""
         first = shapes[0]
-        found = f"{first.subject}: {first.found}, expected {first.expected}{more}"
+        found = f"{first.subject}: {first.found}, expected {first.expected} ({first.code}){more}"
         stages = [Stage("shapes", "no", found, first.next_step)]
     else:
         layers = f"{text.num_hidden_layers} layer{'s' * (text.num_hidden_layers > 1)} of width {text.hidden_size}"
         stages = [Stage("shapes", "ok", f"{layers}, reading the target's K/V")]
     stages.append(Stage("norms", "ok", "stored as they are used"))
     if packing is not None:
-        found = f"{packing.subject}: {packing.found}, expected {packing.expected}"
+        found = f"{packing.subject}: {packing.found}, expected {packing.expected} ({packing.code})"
         return [*stages, Stage("quantisation", "no", found, packing.next_step)]
     return [*stages, Stage("quantisation", "ok", _stored(drafter))]
 

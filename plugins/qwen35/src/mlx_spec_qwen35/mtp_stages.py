@@ -59,5 +59,5 @@ def _quantisation(config: HeadConfig, files: HeadFiles, findings: Sequence[Findi
 
 
 def _as_stage(name: str, finding: Finding, more: str = "") -> Stage:
-    found = f"{finding.subject}: {finding.found}, expected {finding.expected}{more}"
+    found = f"{finding.subject}: {finding.found}, expected {finding.expected} ({finding.code}){more}"
     return Stage(name, "no", found, finding.next_step)
