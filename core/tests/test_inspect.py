@@ -13,12 +13,15 @@ from click.testing import CliRunner
 from tinymodels import CONFIGS, LLAMA, write_model, write_tokenizer, write_weights
 
 from mlx_spec import inspection
+from mlx_spec.checkpoint import load_mlx_lm, read_config
 from mlx_spec.cli import cli
 from mlx_spec.cli import inspect as command_module
+from mlx_spec.errors import LoadError
 from mlx_spec.heads import contradictions, find_heads, promised_layers
 from mlx_spec.identify import identify
 from mlx_spec.inspection import Inspection, inspect
 from mlx_spec.tensorfiles import TensorInfo
+from mlx_spec.types import ModelRef
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,13 @@ def run(*args: object):
     return CliRunner().invoke(cli, ["inspect", *map(str, args)])
 
 
+def no_tokenizer(path: Path, found: str = "no tokenizer files") -> str:
+    return (
+        f"warning L41: tokenizer of {path}: found {found}, expected tokenizer.json and its settings. Copy them from "
+        "the model this one was made of; without them the prompt can only be --prompt-ids.\n"
+    )
+
+
 def codes(report: Inspection) -> list[tuple[str, str]]:
     return [(p.code, p.severity) for p in report.problems]
 
@@ -88,8 +98,9 @@ def test_json_is_one_object_with_everything(folder):
 
 
 def test_plain_text_in_a_pipe(folder):
-    result = run(folder())
-    assert result.exit_code == 0 and result.stderr == "" and "\x1b" not in result.stdout
+    path = folder()
+    result = run(path)
+    assert result.exit_code == 0 and result.stderr == no_tokenizer(path) and "\x1b" not in result.stdout
     lines = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
     assert ["model_type", "llama"] in lines and ["plugin", "core (mlx-spec)"] in lines
     assert ["tokenizer", "state: none"] in lines and ["end", "ids      1"] in lines
@@ -133,7 +144,8 @@ def test_cache_that_cannot_roll_back_is_a_problem(folder):
 
 def test_unknown_model_type(folder):
     report = inspect(str(folder(model_type="never_heard_of")))
-    assert report.owner is None and codes(report) == [("L06", "error")] and not any(d.fits for d in report.drafters)
+    assert report.owner is None and not any(d.fits for d in report.drafters)
+    assert codes(report) == [("L06", "error"), ("L41", "warning")]
 
 
 # -- other directories ---------------------------------------------------------------------------------
@@ -260,7 +272,8 @@ def test_half_a_head(folder):
     del weights["model.layers.3.mlp.up_proj.weight"]
     write_weights(path, weights)
     report = inspect(str(path))
-    assert codes(report) == [("C03", "error")] and "model.layers.3.mlp.up_proj.weight" in report.problems[0].found
+    assert codes(report) == [("C03", "error"), ("L41", "warning")]
+    assert "model.layers.3.mlp.up_proj.weight" in report.problems[0].found
     assert not report.drafters[2].fits and run(path).exit_code == 1
 
 
@@ -271,7 +284,7 @@ def test_fewer_head_layers_than_promised():
 
 def test_config_without_a_head_in_the_files_stays_usable(folder):
     report = inspect(str(folder(num_nextn_predict_layers=1)))
-    assert codes(report) == [("C01", "warning")] and report.ok
+    assert codes(report) == [("C01", "warning"), ("L41", "warning")] and report.ok
     assert "runs undrafted" in run(report.path).stderr
 
 
@@ -291,9 +304,10 @@ def test_sizes_that_do_not_agree(folder, change, text):
 def test_quantisation_that_does_not_agree(folder):
     path = folder()
     report = inspect(str(add(path, **{"lm_head.scales": mx.ones((2, 3))})))
-    assert codes(report) == [("C05", "error")]
+    assert codes(report) == [("C05", "error"), ("L41", "warning")]
     shutil.rmtree(path)
-    assert codes(inspect(str(folder(quantization={"bits": 4, "group_size": 64})))) == [("C05", "warning")]
+    report = inspect(str(folder(quantization={"bits": 4, "group_size": 64})))
+    assert codes(report) == [("C05", "warning"), ("L41", "warning")]
 
 
 @pytest.mark.parametrize(
@@ -321,6 +335,64 @@ def test_tokenizer_of_another_model(folder):
     assert codes(report) == [("C06", "warning"), ("C07", "warning")] and report.end_ids == [1, 300]
 
 
+@pytest.mark.parametrize(
+    ("left", "found"),
+    [
+        ((), "no tokenizer files"),
+        (("tokenizer_config.json",), "tokenizer_config.json and no file with the tokens (tokenizer.json)"),
+    ],
+)
+def test_a_model_without_a_tokenizer_is_warned_of(folder, left, found, caplog):
+    path = folder(text=True)
+    for name in {"tokenizer.json", "tokenizer_config.json"} - set(left):
+        (path / name).unlink()
+    result = run(path)
+    assert result.exit_code == 0 and result.stderr == no_tokenizer(path, found)
+    assert inspect(str(path)).tokenizer == {"state": "none"} and not caplog.records
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error(folder):
+    path = folder(text=True)
+    (path / "tokenizer.json").write_text("{")
+    report = inspect(str(path))
+    assert codes(report) == [("L04", "error")] and "tokenizer.json" in report.problems[0].subject
+    (path / "tokenizer.json").write_text("{}")
+    assert codes(inspect(str(path))) == [("L40", "error")]
+
+
+def test_a_drafter_head_needs_no_tokenizer(folder):
+    report = inspect(str(folder(architectures=["DFlashDraftModel"])))
+    assert report.kind == "drafter" and "L41" not in dict(codes(report))
+
+
+@pytest.mark.parametrize("missing", ["model", "one shard", "all shards", "a shard without an index", "other names"])
+@pytest.mark.parametrize("text", [True, False])
+def test_weights_that_are_missing_are_one_kind_of_fault(folder, missing, text):
+    """Whatever else the folder holds, and whichever of its weight files is gone."""
+    path = folder(text=text)
+    weights, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    if "shard" in missing:
+        index.write_text(json.dumps({"weight_map": {"a": shards[0], "b": shards[1]}}))
+    if missing in ("one shard", "a shard without an index"):
+        shutil.copy(weights, path / shards[1])
+    if missing == "a shard without an index":
+        index.unlink()
+    weights.rename(path / "other.safetensors") if missing == "other names" else weights.unlink()
+    (problem,) = [p for p in inspect(str(path)).problems if p.severity == "error"]
+    found = {
+        "model": "no weights",
+        "one shard": f"no file {shards[0]}",
+        "all shards": f"no file {shards[0]} (and 1 more)",
+        "a shard without an index": "1 of 2 shards; number 1 is missing",
+        "other names": "no weights but other.safetensors",
+    }
+    assert (problem.code, problem.subject, problem.found) == ("L11", f"weights in {path}", found[missing])
+    with pytest.raises(LoadError) as refused:
+        load_mlx_lm(ModelRef("m", path, read_config(path)))
+    assert (refused.value.code, refused.value.found) == ("L11", found[missing])
+
+
 # -- drafters ------------------------------------------------------------------------------------------
 
 
@@ -338,7 +410,8 @@ def test_a_candidate_that_does_not_fit_is_told_and_exits_1(folder):
     small, path = folder("small-llama"), folder()
     result = run(small, "--drafter", path)
     assert result.exit_code == 1 and "full-model" in result.stdout
-    assert result.stderr.startswith(f"drafter {path} does not fit: ") and "Traceback" not in result.output
+    lack = no_tokenizer(small)
+    assert result.stderr.startswith(f"{lack}drafter {path} does not fit: ") and "Traceback" not in result.output
     assert run(path, "--drafter", small).exit_code == 0
 
 

@@ -51,7 +51,7 @@ class Toy(PairContract):
 
     mutations = {
         "layers": Mutation(9, ("9", "at most 4"), severity="warning"),
-        "model_type": Mutation("toy_other", ("it holds no weights",)),
+        "model_type": Mutation("toy_other", ("no weights",)),
     }
     free = {"rope.*": "not read"}
 

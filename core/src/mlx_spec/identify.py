@@ -50,7 +50,8 @@ def identify(path: Path, config: Mapping[str, Any] | None, drafter_types: Collec
         return Identity("drafter", sign)
     if "modules.json" in names or "config_sentence_transformers.json" in names:
         return Identity("embedding", "it holds a sentence-embedding model (modules.json)")
-    return Identity("target", f"model_type {config.get('model_type')!r} with safetensors weights")
+    held = " with safetensors weights" if weights else ", but no weights"
+    return Identity("target", f"model_type {config.get('model_type')!r}{held}")
 
 
 def drafter_sign(config: Mapping[str, Any], drafter_types: Collection[str] = ()) -> str:
@@ -66,7 +67,7 @@ def drafter_sign(config: Mapping[str, Any], drafter_types: Collection[str] = ())
 
 
 def _other_format(names: list[str], weights: list[str], config: Mapping[str, Any] | None) -> Identity | None:
-    """Directories without usable safetensors weights."""
+    """Directories without usable safetensors weights; not a model's whose weights are missing."""
     if not names:
         return Identity("empty", "it is empty")
     has_adapter = "adapter_config.json" in names or any(n.startswith("adapter") for n in names)
@@ -78,6 +79,8 @@ def _other_format(names: list[str], weights: list[str], config: Mapping[str, Any
         return Identity("gguf", "it holds GGUF files only")
     if any(n.endswith((".bin", ".pt", ".pth")) for n in names):
         return Identity("pytorch", "it holds PyTorch weights (.bin) only")
+    if config is not None and config.get("model_type"):
+        return None
     if any(n.startswith("tokenizer") for n in names):
         return Identity("tokenizer", "it holds a tokenizer and no weights")
     return Identity("unknown", "it holds no weights")

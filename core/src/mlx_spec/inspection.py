@@ -108,6 +108,7 @@ def inspect(
         _fits(report, ref, drafters)
     else:
         _no_target(report, drafters)
+    report.problems.sort(key=lambda problem: problem.severity != "error")
     return report
 
 
@@ -248,17 +249,23 @@ def count_parameters(index: Mapping[str, TensorInfo], quantisation: Mapping[str,
 
 def _text(report: Inspection, ref: ModelRef) -> None:
     """Tokenizer state and end ids, checked against the vocabulary."""
-    from .tokenizer import load_tokenizer
+    from .tokenizer import lacking, load_tokenizer
 
     report.end_ids = sorted(_try(report, lambda: end_ids(ref.path, ref.config)) or ())
+    lack = lacking(ref.path)
     try:
-        tokenizer = load_tokenizer(ref.path)
+        tokenizer = None if lack else load_tokenizer(ref.path)
     except SpecError as error:
         report.tokenizer = {"state": "broken"}
         _note(report, error)
         return
     if tokenizer is None:
         report.tokenizer = {"state": "none"}
+        if report.kind == "target":  # a drafter has its target's
+            step = "Copy them from the model this one was made of; without them the prompt can only be --prompt-ids"
+            report.problems.append(
+                Finding("L41", "warning", f"tokenizer of {ref.name}", lack, "tokenizer.json and its settings", step)
+            )
         return
     report.end_ids = sorted({*report.end_ids, *tokenizer.end_ids})
     report.tokenizer = {

@@ -122,10 +122,10 @@ def _without_index(path: Path, files: list[Path], stem: str) -> list[Path]:
         others = sorted(f.name for f in path.glob("*.safetensors"))
         raise LoadError(
             f"weights in {path}",
-            found=", ".join(others[:4]) if others else "no safetensors file",
+            found=f"no weights but {', '.join(others[:4])}" if others else "no weights",
             expected=f"{stem}.safetensors, or {stem}-00001-of-0000N.safetensors and their index",
-            next_step="Check the directory, or convert the weights with `mlx_lm.convert`",
-            code="L10",
+            next_step="Check the path, or download the missing files",
+            code="L11",
         )
     if len(files) == 1 and not _SHARD.fullmatch(files[0].name):
         return files

@@ -17,6 +17,7 @@ log = logging.getLogger("mlx_spec.load")
 
 CONFIG = "tokenizer_config.json"  # names a class and its settings; the tokens themselves are in another file
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", "vocab.*", "*.model", "*.tiktoken", "*.bpe")
+NO_FILES = "no tokenizer files"
 Message = Mapping[str, Any]
 
 
@@ -29,14 +30,22 @@ class Prompt:
     note: str = ""
 
 
+def lacking(path: Path) -> str:
+    """What a folder has in the place of a tokenizer, in words; "" when there is a file with the tokens."""
+    if any(next(path.glob(pattern), None) for pattern in VOCABULARIES):
+        return ""
+    return f"{CONFIG} and no file with the tokens (tokenizer.json)" if (path / CONFIG).exists() else NO_FILES
+
+
 def load_tokenizer(path: Path) -> Tokenizer | None:
     """Tokenizer of a model folder; None when it has none (token ids can still be the prompt).
 
     Raises LoadError when the files are there but cannot be used. Runs no code from the folder.
     """
-    if not any(next(path.glob(pattern), None) for pattern in VOCABULARIES):
-        if (path / CONFIG).exists():
-            log.warning("no tokenizer: %s has %s and no file with the tokens (tokenizer.json)", path, CONFIG)
+    lack = lacking(path)
+    if lack:
+        if lack != NO_FILES:
+            log.warning("no tokenizer: %s has %s", path, lack)
         return None
     from .tensorfiles import read_json
 
