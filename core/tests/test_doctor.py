@@ -8,6 +8,7 @@ import time
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 
 from mlx_spec import speed
@@ -52,12 +53,17 @@ def test_the_cost_is_said_with_and_without_kernels():
     layer = "a 4-bit layer of 2048 x 2048 takes"
     assert doctor.describe_cost(own, None) == (
         f"{layer} 6.9 ms for 1 row and 21 ms for 4 on mlx's own operations; "
-        "so each billion 4-bit weights cost about 1.65 s a token"
+        "0.342 GB/s of weights read from memory, so each billion 4-bit weights cost about 1.65 s a token"
     )
     assert doctor.describe_cost(own, kernels) == (
         f"{layer} 0.15 ms for 1 row and 0.294 ms for 4 on the kernels, 6.9 ms for 1 row and 21 ms for 4 on mlx's own "
-        "operations; so each billion 4-bit weights cost about 35.8 ms a token"
+        "operations; 15.7 GB/s of weights read from memory, so each billion 4-bit weights cost about 35.8 ms a token"
     )
+
+
+def test_the_read_rate_says_what_it_is_beside_the_cost():
+    told = f"31.8 GB/s read by {usable_cores()} cores out of 128 MiB: the most a layer can reach"
+    assert doctor.describe_read(31.84e9) == told
 
 
 @pytest.mark.parametrize(
@@ -70,8 +76,11 @@ def test_times_are_in_units_people_count_in(ms, text):
 def test_the_cost_is_measured():
     """Of a layer as it is, of one that a kernel replaces, and of memory."""
 
+    run = []  # addresses of the weights, in the order of the runs
+
     class Never(nn.QuantizedLinear):
         def __call__(self, x):
+            run.append(np.array(self.weight, copy=False).ctypes.data)
             return mx.zeros((*x.shape[:-1], speed.SIZE), x.dtype)
 
     def swap(module):
@@ -87,6 +96,11 @@ def test_the_cost_is_measured():
     own, replaced = speed.layer_time(), speed.layer_time([swap])
     assert 0 < replaced.ms[0] < own.ms[0] and replaced.ms[1] < own.ms[1]
     assert own.ms_per_billion == pytest.approx(own.ms[0] * 238.4, rel=1e-3)
+    ring = len(set(run))  # what is read twice has been pushed out of every cache by then
+    assert ring * speed.BYTES >= speed.MEBIBYTES << 20 and all(a == b for a, b in zip(run, run[ring:], strict=False))
+    first = next(module for module in speed._layers(()))
+    assert sum(value.nbytes for value in first.parameters().values()) == speed.BYTES
+    assert own.read_rate == pytest.approx(speed.BYTES / own.ms[0] * 1e3)
     assert 1e8 < speed.read_rate() < 1e13
     assert time.perf_counter() - start < 20  # under a second on an idle machine
 

@@ -46,6 +46,27 @@ def test_kernels_that_cannot_run_here_are_marked_with_the_reason(site, spec):
     assert "not used here: works" not in done.stdout and done.stderr == ""
 
 
+def test_the_doctor_lists_the_kernels_that_the_plugins_bring(site, spec):
+    """Every one, in one order and with one reason; the doctor adds which of them the settings leave out."""
+    device = device_kind()
+    source = SOURCE.replace("DEVICE", device).replace("OTHER", "metal" if device == "cpu" else "cpu")
+    inside = f"    register.kernel(Kernel('inside', ('{device}',), 'bitwise', lambda: print, print))\n"
+    site.install("own-dist", "own", source + inside)
+    rows = json.loads(spec("plugins", "--json").stdout)["plugins"]
+    brought = [(row["name"], kernel) for row in rows for kernel in row["kernels"]]
+    assert {"works", "elsewhere", "inside"} <= {kernel["op"] for _, kernel in brought}
+    for chosen in ("on", "off", "works"):
+        checks = json.loads(spec("doctor", "--json", MLX_SPEC_KERNELS=chosen).stdout)["checks"]
+        found = [check for check in checks if check["name"].startswith("kernel ")]
+        assert [check["name"] for check in found] == [f"kernel {kernel['op']}" for _, kernel in brought]
+        for check, (owner, kernel) in zip(found, brought, strict=True):
+            assert check["detail"].startswith(f"{owner}: ") and (kernel["detail"] or "ready") in check["detail"]
+            left = "left out by MLX_SPEC_KERNELS" in check["detail"]
+            kept = chosen == "on" or (chosen == "works" and kernel["op"] in ("works", "inside"))
+            assert owner != "own" or left is (kernel["fits"] and not kept)
+            assert (check["status"] == "warn") is (kernel["fits"] and not kernel["runs"] and not left)
+
+
 def test_the_doctor_says_how_a_kernel_comes_to_be(site, spec):
     site.install("own-dist", "own", SOURCE.replace("DEVICE", device_kind()).replace("OTHER", "metal"))
     done = spec("doctor", MLX_SPEC_KERNELS="on")

@@ -24,12 +24,14 @@ class Candidate:
     Attributes:
         ok: True when it can.
         detail: what runs, e.g. "avx2", or why it cannot run.
+        fits: False for a kernel made for other devices than this one.
     """
 
     owner: str
     kernel: Kernel
     ok: bool
     detail: str
+    fits: bool = True
 
 
 @dataclass(slots=True)
@@ -89,11 +91,14 @@ def candidates(registry: Registry, device: str, only: tuple[str, ...] | None = N
             code="U05",
         )
     wanted = [(owner, kernel) for owner, kernel in found if only is None or kernel.op in only]
-    return [judge(owner, kernel) for owner, kernel in wanted]
+    return [judge(owner, kernel, device) for owner, kernel in wanted]
 
 
-def judge(owner: str, kernel: Kernel) -> Candidate:
-    """Ask the kernel whether it can run; a question that fails is an answer too."""
+def judge(owner: str, kernel: Kernel, device: str) -> Candidate:
+    """Ask the kernel whether it can run on `device`; a question that fails is an answer too."""
+    if device not in kernel.backends:
+        made = f"made for {'/'.join(kernel.backends)}, while MLX runs on {device}"
+        return Candidate(owner, kernel, False, made, fits=False)
     try:
         ok, detail = kernel.ready() if kernel.ready is not None else (True, "")
     except Exception as error:  # the plugin's own code

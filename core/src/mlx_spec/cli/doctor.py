@@ -20,9 +20,9 @@ from ..cores import cpu_quota, cpuset_cores, usable_cores
 from ..discovery import distribution_version
 from ..errors import SpecError
 from ..kernels import Candidate
+from ..speed import MEBIBYTES, LayerTime
 from ..speed import ROWS as SPEED_ROWS
 from ..speed import SIZE as SPEED_SIZE
-from ..speed import LayerTime
 from .output import print_json, print_table
 from .plugins import settled_records
 
@@ -171,24 +171,34 @@ def _candidates() -> list[Candidate]:
 
 
 def _kernels() -> Iterator[Check]:
-    """Which kernels replace mlx's own operations on the default device."""
-    from ..kernels import device_kind
+    """Every kernel, as `spec plugins` lists them, and which of them the settings leave out."""
+    from ..kernels import device_kind, judge
+    from ..plugins import get_manager
     from ..settings import get_settings
 
-    if get_settings().kernels == ():
+    device, asked, wanted = device_kind(), get_settings().kernels, _candidates()
+    for owner, kernel in get_manager().registry.kernels():
+        left_out = asked is not None and (asked == () or (kernel.swap is not None and kernel.op not in asked))
+        yield _kernel(judge(owner, kernel, device), left_out)
+    if asked == ():
         yield Check("kernels", "ok", "mlx's own (MLX_SPEC_KERNELS=off)")
-        return
-    device, found = device_kind(), _candidates()
-    for candidate in found:
-        label = f"{candidate.owner}: {candidate.detail or 'ready'}"
-        step = (
-            "" if candidate.ok else f"Everything works without it, more slowly. To use it, {_rebuild(candidate.owner)}"
-        )
-        yield Check(f"kernel {candidate.kernel.op}", "ok" if candidate.ok else "warn", label, step)
-    if not found:
+    elif not wanted:
         slow = device == "cpu" and sys.platform == "linux"
         step = f"For kernels made for this CPU, {_rebuild('cpu')}" if slow else ""
         yield Check("kernels", "warn" if slow else "ok", f"mlx's own; no plugin brings any for {device}", step)
+
+
+def _kernel(found: Candidate, left_out: bool) -> Check:
+    """One kernel: what runs, or why not; a warning only for one that was to run here."""
+    name, owner = f"kernel {found.kernel.op}", found.owner
+    if not found.fits:
+        return Check(name, "ok", f"{owner}: not used here: {found.detail}")
+    if left_out:
+        return Check(name, "ok", f"{owner}: left out by MLX_SPEC_KERNELS ({found.detail or 'ready'})")
+    if found.ok:
+        return Check(name, "ok", f"{owner}: {found.detail or 'ready'}")
+    step = f"Everything works without it, more slowly. To use it, {_rebuild(owner)}"
+    return Check(name, "warn", f"{owner}: not used here: {found.detail or 'the plugin does not say why'}", step)
 
 
 def _cost() -> Iterator[Check]:
@@ -200,8 +210,13 @@ def _cost() -> Iterator[Check]:
     swaps = [candidate.kernel.swap for candidate in _candidates() if candidate.ok and candidate.kernel.swap]
     kernels = speed.layer_time(swaps) if swaps else None
     if device_kind() == "cpu":
-        yield Check("memory speed", "ok", f"{speed.read_rate() / 1e9:.3g} GB/s read by {usable_cores()} cores")
+        yield Check("memory speed", "ok", describe_read(speed.read_rate()))
     yield Check("cost", "ok", describe_cost(own, kernels))
+
+
+def describe_read(rate: float) -> str:
+    """The read rate of memory, and what it is beside the cost of a layer."""
+    return f"{rate / 1e9:.3g} GB/s read by {usable_cores()} cores out of {MEBIBYTES} MiB: the most a layer can reach"
 
 
 def describe_cost(own: LayerTime, kernels: LayerTime | None) -> str:
@@ -213,7 +228,8 @@ def describe_cost(own: LayerTime, kernels: LayerTime | None) -> str:
         return f"{duration(time.ms[0])} for {one} row and {duration(time.ms[1])} for {block}"
 
     best = own if kernels is None else kernels
-    means = f"so each billion 4-bit weights cost about {duration(best.ms_per_billion)} a token"
+    weights = f"{best.read_rate / 1e9:.3g} GB/s of weights read from memory"
+    means = f"{weights}, so each billion 4-bit weights cost about {duration(best.ms_per_billion)} a token"
     if kernels is None:
         return f"{layer} {rows(own)} on mlx's own operations; {means}"
     return f"{layer} {rows(kernels)} on the kernels, {rows(own)} on mlx's own operations; {means}"

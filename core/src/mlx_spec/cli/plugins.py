@@ -74,10 +74,8 @@ def _describe_kernel(owner: str, kernel: Kernel) -> dict[str, Any]:
     except ImportError as error:  # a listing works without mlx, the kernels do not
         fits, runs, detail = True, False, str(error)
     else:
-        found = judge(owner, kernel)
-        fits, runs, detail = device in kernel.backends, found.ok, found.detail
-        if not fits:
-            runs, detail = False, f"made for {'/'.join(kernel.backends)}, while MLX runs on {device}"
+        found = judge(owner, kernel, device)
+        fits, runs, detail = found.fits, found.ok, found.detail
     return {
         "op": kernel.op,
         "backends": list(kernel.backends),
