@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from test_split_head import heads, ref, write_source  # noqa: F401 - heads is a fixture for every test
 
+from mlx_spec import settings
 from mlx_spec.conversion.head import split
 from mlx_spec.diskcache import write_entry
 from mlx_spec.head_stages import FAMILY_STAGES, own_stages, verdict_stage
 from mlx_spec.inspection import inspect
 from mlx_spec.probe import AREA, POINTERS, _files_key, environment, remembered
+from mlx_spec.tuned import Tuned, forget_tuned, write_tuned
 from mlx_spec.types import ExactnessReport
 
 NAMES = ["declared", "tensors", *FAMILY_STAGES, "trunk", "probe"]
@@ -120,6 +122,7 @@ def remember(path: Path, **changes: object) -> None:
 
 
 def test_a_verdict_is_remembered_by_the_files(source):
+    edit(source, block_size=3)
     assert remembered(ref(source), ref(source)) is None
     remember(source)
     assert remembered(ref(source), ref(source)).level == "bitwise"
@@ -127,6 +130,29 @@ def test_a_verdict_is_remembered_by_the_files(source):
     assert (stage.state, stage.reason) == ("ok", "bitwise at L=3 of L=3 (memo)")
     edit(source, bos_token_id=7)  # other files: nothing is known about them
     assert remembered(ref(source), ref(source)) is None
+
+
+def test_the_verdict_told_is_that_of_the_width_that_runs_now(source, monkeypatch):
+    """Not the newest one: spec tune proves its widest L, and stores another, or forgets it again."""
+    key = "0f" * 16
+    for width, level in ((6, "greedy"), (3, "bitwise")):
+        report = {"level": level, "width": width, "asked_width": width, "rows": 5, "key": key, "min_top2_gap": 0.5}
+        write_entry(AREA, f"{key}-L{width}-greedy", report | {"environment": environment()})
+    newest = {"memo": f"{key}-L6-greedy", "key": key, "block_size": 6}
+    write_entry(POINTERS, _files_key(ref(source), ref(source)), newest)
+
+    def told() -> tuple[str, str]:
+        settings.reset_settings()
+        stage = own_stages(ref(source))[-1]
+        return stage.state, stage.reason
+
+    write_tuned(key, Tuned(3, 1.5, "2026-01-02T00:00:00Z"))
+    assert told() == ("ok", "bitwise at L=3 of L=3 (memo)")
+    assert forget_tuned(key)
+    assert told() == ("open", "greedy at L=6 of L=6 (memo); no verdict yet at L=4, which runs now")
+    assert "Run spec probe -m" in own_stages(ref(source))[-1].next_step
+    monkeypatch.setenv("MLX_SPEC_DRAFT_BLOCK_SIZE", "6")
+    assert told() == ("ok", "greedy at L=6 of L=6 (memo)")
 
 
 @pytest.mark.parametrize(

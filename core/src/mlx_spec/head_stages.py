@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import Finding, SpecError
 from .heads import (
+    HEAD_KIND,
     KEEP_HEAD,
     PROMISES,
     Head,
@@ -180,13 +181,37 @@ def probed(target: ModelRef, drafter: ModelRef) -> Stage:
     """The remembered verdict on the pair, of this machine and these versions."""
     from .probe import remembered
 
-    report = remembered(target, drafter)
+    widths: list[int] = []
+
+    def usual(key: str) -> int:
+        widths.append(usual_width(drafter, key))
+        return widths[0]
+
+    report = remembered(target, drafter, usual)
+    given = "--draft-kind mtp" if target.path == drafter.path else f"--draft-model {drafter.name}"
+    step = f"Run spec probe -m {target.name} {given}, or add --probe here"
     if report is None:
-        command = f"spec probe -m {target.name} " + (
-            "--draft-kind mtp" if target.path == drafter.path else f"--draft-model {drafter.name}"
-        )
-        return Stage("probe", "open", "no verdict on this machine yet", f"Run {command}, or add --probe here")
-    return verdict_stage(report)
+        return Stage("probe", "open", "no verdict on this machine yet", step)
+    stage = verdict_stage(report)
+    if report.asked_width == widths[0]:
+        return stage
+    return Stage("probe", "open", f"{stage.reason}; no verdict yet at L={widths[0]}, which runs now", step)
+
+
+def usual_width(drafter: ModelRef, key: str) -> int:
+    """L that runs when no option gives one: the variable's, a tuned one, the drafter's, the kind's."""
+    from .plugins import get_manager
+    from .settings import get_settings
+    from .tuned import read_tuned
+    from .types import DrafterCard
+    from .width import resolve_block_size
+
+    asked = get_settings().draft_block_size
+    found = get_manager().registry.drafter_for(drafter)
+    card = found[1] if found is not None else DrafterCard(HEAD_KIND, drafter.model_type)
+    if asked is not None:
+        return max(1, min(asked, card.max_block_size or asked))
+    return resolve_block_size(None, card, card.kind, tuned=read_tuned(key)).L
 
 
 def verdict_stage(report: ExactnessReport) -> Stage:

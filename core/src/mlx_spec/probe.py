@@ -297,16 +297,24 @@ def prove(pair: Pair, fresh: bool = False, tick: Callable[[str], None] = lambda 
     return report
 
 
-def remembered(target: ModelRef, drafter: ModelRef) -> ExactnessReport | None:
-    """The newest verdict on two checkpoints, when these versions gave it on this device; loads no weights."""
+def remembered(
+    target: ModelRef, drafter: ModelRef, usual: Callable[[str], int] = lambda key: 0
+) -> ExactnessReport | None:
+    """A verdict on two checkpoints, when these versions gave it on this device; loads no weights.
+
+    usual: L that the pair of a key runs with when nobody says; its verdict comes before the newest one.
+    """
     from .diskcache import read_entry
 
     where = read_entry(POINTERS, _files_key(target, drafter)) or {}
     memo, key, size = where.get("memo"), where.get("key"), where.get("block_size")
     if not isinstance(memo, str) or not isinstance(key, str) or type(size) is not int:
         return None
-    report = _recall(read_entry(AREA, memo), key, size)
-    return report if report is not None and report.environment == environment() else None
+    for width in dict.fromkeys((usual(key), size)):
+        report = _recall(read_entry(AREA, memo.replace(f"-L{size}-", f"-L{width}-")), key, width)
+        if report is not None and report.environment == environment():
+            return report
+    return None
 
 
 def _files_key(target: ModelRef, drafter: ModelRef) -> str:
