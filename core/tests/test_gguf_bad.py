@@ -64,6 +64,20 @@ def test_a_file_that_is_something_else_is_not_called_a_damaged_one(name, tmp_pat
     assert "checksum" not in caught.value.next_step and "config.json" in caught.value.next_step
 
 
+@pytest.mark.parametrize(("lack", "share"), [(1, "0.0014%"), (4000, "5.5%"), (60000, "83%")])
+def test_a_file_without_its_end_says_how_much_is_missing(lack, share, tmp_path):
+    """Counted to the end of the last tensor, not of the one where the file ends."""
+    error = refused(WHOLE[:-lack], tmp_path)
+    assert error.code == "L50" and error.found.startswith(f"{len(WHOLE) - lack} bytes, which end in ")
+    assert error.expected == f"at least {len(WHOLE)} bytes, as its header says: {lack} are missing ({share})"
+
+
+def test_a_file_that_ends_in_its_header_says_so(tmp_path):
+    error = refused(WHOLE[:30], tmp_path)
+    assert error.found == "6 bytes left of 30 for a metadata key"
+    assert error.expected == "8 bytes: the file ends in its header, at least 2 too early"
+
+
 def test_every_truncation_is_refused(tmp_path):
     for cut in sorted({*range(0, 3000, 97), *range(3000, len(WHOLE) - 1, 4001), len(WHOLE) - 33}):
         assert refused(WHOLE[:cut], tmp_path).code == "L50", cut

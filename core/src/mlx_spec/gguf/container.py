@@ -71,7 +71,8 @@ class _Cursor:
         """The next `count` bytes."""
         left = self.size - self.position
         if count > left:
-            raise damaged(self.path, f"{left} bytes left of {self.size} for {what}", f"{count} bytes: a whole file")
+            early = f"the file ends in its header, at least {count - left} too early"
+            raise damaged(self.path, f"{left} bytes left of {self.size} for {what}", f"{count} bytes: {early}")
         self.position += count
         return self._stream.read(count)
 

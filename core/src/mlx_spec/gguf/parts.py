@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from .blocks import TYPES, type_name
 from .container import Gguf, Tensor
 from .metadata import Metadata
-from .refusals import cannot, damaged, missing, some, tensor_types, wrong
+from .refusals import cannot, cut_short, damaged, missing, some, tensor_types, wrong
 
 EMBEDDING, HEAD, FINAL_NORM, ROPE_FACTORS = (
     "token_embd.weight",
@@ -67,7 +67,7 @@ def check_tensors(file: Gguf) -> None:
             others.setdefault(type_name(tensor.type), []).append(tensor.name)
     if others:
         raise tensor_types(file.path, others, [kind.name for kind in TYPES.values()])
-    end, before = 0, ""
+    end, before, cut = 0, "", ""
     for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.start):
         kind = TYPES[tensor.type]
         if tensor.shape[-1] % kind.weights:
@@ -76,8 +76,9 @@ def check_tensors(file: Gguf) -> None:
         if tensor.start < end:
             raise damaged(file.path, f"{tensor.name} at byte {tensor.start}", f"byte {end}, where {before} ends")
         end, before = tensor.start + tensor.size // kind.weights * kind.nbytes, tensor.name
-        if end > file.nbytes:
-            raise damaged(file.path, f"{file.nbytes} bytes", f"at least {end}, where {before} ends")
+        cut = cut or (before if end > file.nbytes else "")
+    if cut:
+        raise cut_short(file.path, file.nbytes, end, cut)
 
 
 def read_sizes(file: Gguf, own: Metadata) -> Sizes:

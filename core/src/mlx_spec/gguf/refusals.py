@@ -28,6 +28,13 @@ def damaged(path: Path, found: str, expected: str) -> LoadError:
     )
 
 
+def cut_short(path: Path, nbytes: int, whole: int, tensor: str) -> LoadError:
+    """The header is there, and says that the tensors end at byte `whole`."""
+    lack = whole - nbytes
+    found, share = f"{nbytes} bytes, which end in {tensor}", f"{100 * lack / whole:.2g}%"
+    return damaged(path, found, f"at least {whole} bytes, as its header says: {lack} are missing ({share})")
+
+
 def no_gguf(path: Path, magic: bytes, expected: bytes) -> LoadError:
     """A file that begins like something else; one that is named as a GGUF file may be a damaged one."""
     if path.suffix == ".gguf":
