@@ -93,6 +93,20 @@ def test_the_error_says_what_was_promised_and_what_to_do(folder):
         assert step in caught.value.next_step
 
 
+def test_extracting_a_head_is_advised_only_where_there_can_be_one(folder):
+    """By what the installed plugins read: of other families no checkpoint has a head that could be used."""
+    steps = []
+    for target in (folder("a", head=False), folder("b", head=False, config="gemma3")):
+        with pytest.raises(NoEmbeddedMtpHead) as caught:
+            choose(target, None, "mtp")
+        steps.append(caught.value.next_step)
+    assert "spec split-mtp" in steps[0]
+    assert steps[1] == (
+        "No installed plugin drafts for model_type gemma3_text with a head: choose the kind prompt-lookup, which "
+        "needs no files, or give --draft-model DIR of a smaller model with the same tokenizer"
+    )
+
+
 @pytest.mark.parametrize("stem", ["model-mtp-head", "mtp"])
 @pytest.mark.parametrize("prefix", ["mtp.", ""])
 def test_a_head_in_a_file_of_its_own_is_no_part_of_the_model(folder, stem, prefix):

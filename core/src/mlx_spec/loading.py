@@ -204,18 +204,38 @@ def _choose(
 
 def _no_head(target: ModelRef) -> NoEmbeddedMtpHead:
     """The error for a target that was asked to draft for itself; says when it has a head nobody reads."""
-    from .heads import KEEP_HEAD, counted, find_heads, promised_layers, whole_index
+    from .heads import counted, find_heads, promised_layers, whole_index
 
     heads, promised = find_heads(target.config, whole_index(target.path)), promised_layers(target.config)
     names = ", ".join(head.prefix for head in heads)
     nothing = f"no head tensors{f' (config.json declares {counted(promised)})' if promised else ''}"
-    apart = "" if promised else _apart(target)
     return NoEmbeddedMtpHead(
         f"head of target {target.name} (model_type {target.model_type})",
         found=f"tensors under {names}, which no installed plugin reads" if heads else nothing,
         expected="a head that an installed plugin reads",
-        next_step="Install the family's plugin" if heads else apart or KEEP_HEAD,
+        next_step="Install the family's plugin" if heads else _to_get_a_head(target, bool(promised)),
         code="L20",
+    )
+
+
+def _to_get_a_head(target: ModelRef, promised: bool) -> str:
+    """The step for a target without a head; extracting one is for families whose models have them."""
+    from .heads import KEEP_HEAD
+    from .plugins import get_manager
+
+    if promised:
+        return KEEP_HEAD
+    if apart := _apart(target):
+        return apart
+    manager = get_manager()
+    owner = manager.registry.target_owner(target.model_type)
+    claims = [claim for record in manager.records if record.claims is not None for claim in record.claims.drafters]
+    heads = [claim for claim in claims if claim.kind == HEAD_KIND]
+    if any(target.model_type in claim.model_types or claim.owner == owner for claim in heads):
+        return KEEP_HEAD
+    return (
+        f"No installed plugin drafts for model_type {target.model_type} with a head: choose the kind prompt-lookup, "
+        f"which needs no files, or give {DRAFTER_FLAG} DIR of a smaller model with the same tokenizer"
     )
 
 
