@@ -16,6 +16,7 @@ from mlx_spec import plugins, promptfile, refs, settings
 from mlx_spec.cli import cli, generate, options
 from mlx_spec.errors import LoadError, UsageError
 from mlx_spec.pair import load
+from mlx_spec.types import DrafterCard
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,53 @@ def test_the_variable_is_named_for_a_directory_of_another_kind(run, target):
     result = run("--prompt-ids", "1", "--draft-model", target, MLX_SPEC_DRAFT_KIND="mtp")
     assert result.exit_code in (1, 2) and "--draft-kind" not in result.stderr
     assert result.stderr.startswith(("error U24: MLX_SPEC_DRAFT_KIND: found mtp for ", "error L20: head of target"))
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["--draft-block-size", "65"], "U70"),
+        (["--draft-kind", "nope"], "U26"),
+        (["--draft-kind", "prompt-lookup", "--draft-model", "some-dir"], "U21"),
+        (["--draft-kind", "full-model"], "U22"),
+        (["--spec-config", '{"block_size": 65}'], "U70"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "pair", "probe", "bench", "tune"])
+def test_drafting_options_are_checked_before_a_model_is_looked_for(command, args, code):
+    result = CliRunner().invoke(cli, [command, "-m", "/no/such/target", *args])
+    assert result.exit_code == 2 and result.stderr.startswith(f"error {code}: "), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"block_size": -1}, "U70"),
+        ({"block_size": True}, "U70"),
+        ({"dtype": "float64"}, "U25"),
+        ({"exactness": "perfect"}, "U42"),
+        ({"kv_bits": 3}, "U27"),
+        ({"kind": "nope"}, "U26"),
+        ({"kind": "prompt-lookup", "drafter": "some-dir"}, "U21"),
+    ],
+)
+def test_what_is_asked_of_a_load_is_checked_before_a_model_is_looked_for(given, code):
+    with pytest.raises(UsageError) as refused:
+        load("/no/such/target", **given)
+    assert refused.value.code == code
+
+
+def test_a_width_the_drafter_cannot_run_is_refused_before_weights_are_read(target, monkeypatch):
+    from mlx_spec import loading
+    from mlx_spec import pair as loaded
+
+    card = DrafterCard("prompt-lookup", "", max_block_size=8)
+    choice = loading.DrafterChoice("prompt-lookup", None, card, "core", "--draft-kind")
+    monkeypatch.setattr(loaded, "choose_drafter", lambda *_, **__: choice)
+    monkeypatch.setattr(loaded, "load_target", lambda _: pytest.fail("read"))
+    with pytest.raises(UsageError, match="found 9, expected at most 8") as refused:
+        load(str(target), kind="prompt-lookup", block_size=9)
+    assert refused.value.code == "U71"
 
 
 # -- MLX_SPEC_PLUGINS ------------------------------------------------------------------------------------

@@ -151,17 +151,21 @@ def _with_options(choice: DrafterChoice, options: Mapping[str, object]) -> Draft
     return replace(choice, card=replace(choice.card, extra={**choice.card.extra, **options}))
 
 
-def _choose(
-    name: str | None, kind: str | None, target: ModelRef | None, name_from: str, kind_from: str
-) -> DrafterChoice | None:
-    """`choose_drafter` without the options."""
+def check_kind(
+    name: str | None, kind: str | None, *, name_from: str = DRAFTER_FLAG, kind_from: str = KIND_FLAG
+) -> None:
+    """UsageError for a kind nobody has, or one that cannot go with a drafter directory or without.
+
+    Opens no folder. What depends on the target, a head of its own say, is left to `choose_drafter`.
+    """
     from .plugins import get_manager
     from .settings import plugins_note
 
+    get_manager().check_asked()
     registry = get_manager().registry
-    if kind == "none" or (kind is None and name is None):
-        return None
-    if kind is not None and kind not in registry.kinds():
+    if kind is None or kind == "none":
+        return
+    if kind not in registry.kinds():
         raise UsageError(
             kind_from,
             found=kind or "an empty name",
@@ -169,15 +173,39 @@ def _choose(
             next_step="Choose one of these",
             code="U26",
         )
+    if kind != FULL_MODEL and registry.kind_owner(kind) is not None and name is not None:
+        raise UsageError(
+            name_from,
+            found=f"{name} together with {kind_from} {kind}",
+            expected="no drafter directory, since this kind has no weights",
+            next_step="Drop one of the two",
+            code="U21",
+        )
+    if kind == FULL_MODEL and name is None:
+        raise _no_directory(kind, kind_from)
+
+
+def _no_directory(kind: str | None, kind_from: str) -> UsageError:
+    return UsageError(
+        "--draft-model",
+        found="no drafter directory",
+        expected=f"one for {kind_from} {kind}",
+        next_step="Pass --draft-model DIR, or --draft-kind prompt-lookup, which needs none",
+        code="U22",
+    )
+
+
+def _choose(
+    name: str | None, kind: str | None, target: ModelRef | None, name_from: str, kind_from: str
+) -> DrafterChoice | None:
+    """`choose_drafter` without the options."""
+    from .plugins import get_manager
+
+    registry = get_manager().registry
+    if kind == "none" or (kind is None and name is None):
+        return None
+    check_kind(name, kind, name_from=name_from, kind_from=kind_from)
     if kind is not None and kind != FULL_MODEL and registry.kind_owner(kind) is not None:
-        if name is not None:
-            raise UsageError(
-                name_from,
-                found=f"{name} together with {kind_from} {kind}",
-                expected="no drafter directory, since this kind has no weights",
-                next_step="Drop one of the two",
-                code="U21",
-            )
         card = DrafterCard(kind=kind, model_type="")
         return DrafterChoice(kind, None, card, registry.kind_owner(kind) or CORE, kind_from)
     if name is None and target is not None and kind != FULL_MODEL:
@@ -187,13 +215,7 @@ def _choose(
         if kind == HEAD_KIND:
             raise _no_head(target)
     if name is None:
-        raise UsageError(
-            "--draft-model",
-            found="no drafter directory",
-            expected=f"one for {kind_from} {kind}",
-            next_step="Pass --draft-model DIR, or --draft-kind prompt-lookup, which needs none",
-            code="U22",
-        )
+        raise _no_directory(kind, kind_from)
     try:
         ref = open_ref(name, drafter=True)
     except SpecError as error:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .asked import check_values, check_width
 from .device import Device
 from .errors import FINDINGS, ExactnessError, Finding, LoadError, UsageError
 from .kernels import KernelUse, use_kernels
@@ -14,6 +15,7 @@ from .loading import (
     DRAFTER_FLAG,
     KIND_FLAG,
     DrafterChoice,
+    check_kind,
     choose_drafter,
     idle_head,
     load_drafter,
@@ -148,7 +150,7 @@ def load(
 ) -> Pair:
     """Load a target and, when asked for, its drafter; validate, choose a width, prove exactness.
 
-    May be called in any thread; the pair is not bound to it.
+    May be called in any thread; the pair is not bound to it. What can be refused unread is refused first.
 
     Args:
         target, drafter: local directory, hub id, or demo:PLUGIN.
@@ -164,7 +166,8 @@ def load(
     Raises:
         LoadError, PairError, UsageError: each with what was found, expected and the next step.
     """
-    _check_quantised(kv_bits, kv_group_size)
+    check_values(block_size, block_size_from, dtype, exactness, kv_bits, kv_group_size)
+    check_kind(drafter, kind, name_from=drafter_from, kind_from=kind_from)
     plan = Plan(
         exactness_asked=exactness,
         kv_bits=kv_bits,
@@ -174,20 +177,19 @@ def load(
     device = Device()
 
     def choose(ref: ModelRef) -> DrafterChoice | None:
-        return choose_drafter(drafter, kind, options or {}, ref, name_from=drafter_from, kind_from=kind_from)
+        found = choose_drafter(drafter, kind, options or {}, ref, name_from=drafter_from, kind_from=kind_from)
+        return check_width(found, block_size, block_size_from)
 
     def work() -> Pair:
         pair = _load(device, plan, target, choose, dtype)
         if drafter is None and kind is None and (idle := idle_head(pair.target_ref)):
             plan.notes.append(idle)
         _choose_width(pair, block_size, block_size_from)
-        if plan.active:
-            _prove(pair, probe, tick)
+        _prove(pair, probe, tick)
+        log.info("%s", plan.line())
         return pair
 
-    pair = device.run(work)
-    log.info("%s", plan.line())
-    return pair
+    return device.run(work)
 
 
 def _load(
@@ -233,14 +235,10 @@ def _cast(model: Target | Drafter, dtype: str | None) -> None:
         return
     import mlx.core as mx
 
-    names = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-    if dtype not in names:
-        raise UsageError(
-            "--dtype", found=dtype, expected=" | ".join(names), next_step="Choose one of these", code="U25"
-        )
-    model.model.set_dtype(names[dtype])
+    kind: mx.Dtype = getattr(mx, dtype)
+    model.model.set_dtype(kind)
     if hasattr(model, "dtype"):
-        model.dtype = names[dtype]
+        model.dtype = kind
 
 
 def _check_chains(drafter: Drafter) -> None:
@@ -275,26 +273,22 @@ def _check_experts(target: Target) -> None:
             )
 
 
-def _check_quantised(bits: int | None, group_size: int, target: Target | None = None) -> None:
-    """UsageError for K/V settings MLX does not have, LoadError when the target's heads do not split so."""
+def _check_quantised(bits: int | None, group_size: int, target: Target) -> None:
+    """UsageError for a target that keeps no quantised K/V, LoadError when its heads do not split so."""
     if bits is None:
         return
-    from .state.quantised import check_quantisation
+    import mlx.core as mx
 
-    check_quantisation(bits, group_size)
-    if target is not None:
-        import mlx.core as mx
-
-        if not target.capabilities.quantised_kv:
-            raise UsageError(
-                "kv_bits",
-                found=f"{bits} for a target ({target.model_type}) that keeps no quantised K/V",
-                expected="none",
-                next_step="Leave it out",
-                code="U39",
-            )
-        # The shapes of one step show it: nothing is computed.
-        target.forward(mx.array([[0]], dtype=mx.int32), target.make_states(bits, group_size))
+    if not target.capabilities.quantised_kv:
+        raise UsageError(
+            "kv_bits",
+            found=f"{bits} for a target ({target.model_type}) that keeps no quantised K/V",
+            expected="none",
+            next_step="Leave it out",
+            code="U39",
+        )
+    # The shapes of one step show it: nothing is computed.
+    target.forward(mx.array([[0]], dtype=mx.int32), target.make_states(bits, group_size))
 
 
 def _attach_text(pair: Pair) -> None:
@@ -346,6 +340,8 @@ def _prove(pair: Pair, probe: bool, tick: Callable[[str], None] | None) -> None:
     from .probe import prove
 
     plan, settings = pair.plan, get_settings()
+    if not plan.active:
+        return
     if not probe:
         plan.reason = "exactness unproven: the probe was skipped"
         return

@@ -70,9 +70,10 @@ def pair_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def read_pair_options(values: dict[str, Any]) -> PairOptions:
     """Merge flags, --spec-config and environment; a key given twice is an error."""
+    from ..loading import check_kind
     from ..settings import choose
     from ..spec_config import OPTION, normalise_kind
-    from ..width import parse_spec_config
+    from ..width import check_block_size, parse_spec_config
 
     config = parse_spec_config(values.get("spec_config"), flags=_given(values))
 
@@ -86,6 +87,9 @@ def read_pair_options(values: dict[str, Any]) -> PairOptions:
     kind = normalise_kind(kind) if kind is not None else None
     block, block_from = chosen("draft_block_size", config.block_size)
     model, model_from = chosen("draft_model", config.model)
+    if block is not None:
+        check_block_size(block, block_from)
+    check_kind(model, kind, name_from=model_from, kind_from=kind_from)
     target, demo = values.get("target"), None
     if target is None or target.startswith(DEMO):
         bundled = demo_pair(None if target is None else target.removeprefix(DEMO))
