@@ -11,16 +11,19 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
+from click.testing import CliRunner
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 from tinymodels import GEMMA3, LLAMA, MAMBA, SMALL_LLAMA, write_model, write_tokenizer
 
-from mlx_spec.checkpoint import read_config
+from mlx_spec.checkpoint import read_config, tensor_index
+from mlx_spec.cli import cli
 from mlx_spec.draft_state import DraftState
 from mlx_spec.full_model import CHUNK, FullModelDrafter
 from mlx_spec.full_model_checks import RECURRENT, fixed_state, token_names, validate
 from mlx_spec.generic_target import GenericTarget
 from mlx_spec.lane import Lane
+from mlx_spec.memory import size
 from mlx_spec.types import DrafterCard, ModelRef
 
 
@@ -310,11 +313,43 @@ def test_a_larger_vocabulary_names_both_sizes(pair):
 
 
 def test_padding_rows_may_differ(tmp_path):
-    made = [write_model(tmp_path / str(v), SMALL_LLAMA | {"vocab_size": v}) for v in (384, 352)]
+    sizes = {384: 4, 352: 1}  # vocabulary -> layers
+    made = [
+        write_model(tmp_path / str(v), SMALL_LLAMA | {"vocab_size": v, "num_hidden_layers": layers})
+        for v, layers in sizes.items()
+    ]
     for path in made:
         write_tokenizer(path)
     assert max(token_names(made[0]) or ()) < 352 - 8
     assert codes(*made) == {}
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes", "warned"),
+    [(3, {}, True), (5, {}, True), (1, {}, False), (3, {"num_local_experts": 8}, False)],
+)
+def test_a_drafter_as_large_as_its_target_is_warned_of(tmp_path, layers, changes, warned):
+    target = write_model(tmp_path / "target", SMALL_LLAMA | {"num_hidden_layers": 3})
+    drafter = write_model(tmp_path / "drafter", SMALL_LLAMA | {"num_hidden_layers": layers})
+    for path in (target, drafter):
+        write_tokenizer(path)
+    rewrite(drafter, "config.json", lambda c: c.update(changes))
+    found = [f for f in validate(ref(target), ref(drafter)) if f.code == "P28"]
+    assert bool(found) is warned
+    if warned:
+        sizes = [size(sum(info.nbytes for info in tensor_index(path).values())) for path in (drafter, target)]
+        assert found[0].severity == "warning"
+        assert found[0].found == f"{sizes[0]} of weights, target {ref(target).name} has {sizes[1]}"
+
+
+def test_the_warning_is_given_once_by_log_and_command(tmp_path, caplog):
+    target = write_model(tmp_path / "target", SMALL_LLAMA)
+    write_tokenizer(target)
+    given = ["-m", str(target), "--draft-model", str(target), "--draft-kind", "full-model"]
+    result = CliRunner().invoke(cli, ["pair", *given, "--no-measure"])
+    assert result.exit_code == 0 and result.stderr.count("warning P28: size of full-model drafter ") == 1
+    assert len([r for r in caplog.records if "size of full-model drafter" in r.getMessage()]) == 1
+    assert "P28" in CliRunner().invoke(cli, ["inspect", str(target), "--drafter", str(target)]).stdout
 
 
 def test_a_cache_that_cannot_go_back(pair, tmp_path):

@@ -18,7 +18,9 @@ from mlx_spec.benchmark import method
 from mlx_spec.benchmark.tune import COLUMNS, WidthResult, choose, gain_and_range, table, width_arms
 from mlx_spec.cli import cli
 from mlx_spec.costs import load_costs
+from mlx_spec.memory import size
 from mlx_spec.pair import load
+from mlx_spec.tensorfiles import tensor_index
 from mlx_spec.tuned import AREA, Tuned, forget_tuned, read_tuned, write_tuned
 from mlx_spec.types import DrafterCard
 from mlx_spec.width import SWEEP, resolve_block_size
@@ -238,13 +240,25 @@ def test_runs_that_do_not_decide_about_an_earlier_choice_leave_it_alone(target, 
     assert ("these runs do not decide about it" in out.stdout) == (L != 2)
 
 
+def too_large(target: Path) -> str:
+    """What is said of a target that drafts for itself."""
+    nbytes = size(sum(info.nbytes for info in tensor_index(target).values()))
+    return (
+        f"warning P28: size of full-model drafter {target}: found {nbytes} of weights, target {target} has {nbytes}, "
+        "expected a fraction of it, since a draft takes about as long as its weights take to read. Use a smaller one, "
+        "or prompt-lookup: even where every draft of this one is accepted, replies are hardly faster than plain ones, "
+        "so most are decoded plainly (parked).\n"
+    )
+
+
 def test_forget_removes_it_without_measuring(target, monkeypatch):
     key = pair_of(target).key
     write_tuned(key, Tuned(4, 1.5, "2026-01-02T00:00:00Z"))
     monkeypatch.setattr(method, "run_once", lambda *_: pytest.fail("measured"))
-    assert tune(target, "--forget").stderr == "forgotten for this pair on this machine: block size L=4\n"
+    lead = too_large(target)
+    assert tune(target, "--forget").stderr == f"{lead}forgotten for this pair on this machine: block size L=4\n"
     assert read_tuned(key) is None
-    assert tune(target, "--forget").stderr == "forgotten for this pair on this machine: nothing\n"
+    assert tune(target, "--forget").stderr == too_large(target) + "forgotten for this pair on this machine: nothing\n"
 
 
 def test_forget_drops_learned_costs(target, monkeypatch):
@@ -257,12 +271,12 @@ def test_forget_drops_learned_costs(target, monkeypatch):
                 learned.for_batch(rows).observe(k, 0.01 * (k + 1))
         assert learned.save(force=True)
     write_tuned(key, Tuned(4, 1.5, "2026-01-02T00:00:00Z"))
-    assert tune(target, "--forget").stderr == (
+    assert tune(target, "--forget").stderr == too_large(target) + (
         "forgotten for this pair on this machine: block size L=4, "
         "costs and acceptance of rounds at K=0, 3; K=0 with 2 rows\n"
     )
     assert load_costs(key).for_batch(1).blank and not load_costs("another").for_batch(1).blank
-    assert tune(target, "--forget").stderr == "forgotten for this pair on this machine: nothing\n"
+    assert tune(target, "--forget").stderr == too_large(target) + "forgotten for this pair on this machine: nothing\n"
 
 
 def test_what_cannot_be_forgotten_is_said(target, monkeypatch):

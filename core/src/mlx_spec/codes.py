@@ -179,6 +179,7 @@ CODES = _table(
     ("P25", "Token ids that mean other tokens on the two sides", "choose", "full_model_checks"),
     ("P27", "A tokenizer of a full-model pair that cannot be read to be compared", "files", "full_model_checks"),
     ("P26", "A full-model drafter with a shorter context than its target", "none", "full_model_checks"),
+    ("P28", "A full-model drafter about as large as its target, or larger", "choose", "full_model_checks"),
     ("P30", "A head that was recorded for another trunk", "choose", "conversion/trunk"),
     ("P31", "A head whose trunk has other weights but the same norms as the target", "none", "conversion/trunk"),
     ("P32", "A head without a record of the trunk it belongs to", "none", "conversion/trunk"),

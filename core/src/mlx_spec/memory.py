@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .tensorfiles import TensorInfo
 
 _LAYERS, _LARGEST = 10_000, 1 << 32  # beyond these a config.json is damaged, and tells nothing
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SCALE_BYTES = 4  # one scale and one bias of 2 bytes per quantised group
 
 
@@ -155,3 +156,11 @@ def _element_bytes(index: Mapping[str, TensorInfo]) -> int:
         if info.dtype in ("F32", "BF16", "F16"):
             floats[info.dtype] = floats.get(info.dtype, 0) + info.nbytes
     return 4 if floats and max(floats, key=lambda d: floats[d]) == "F32" else 2
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the largest unit that leaves at least 1."""
+    value, unit = float(nbytes), 0
+    while value >= 1024 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.2f} {UNITS[unit]}" if unit else f"{nbytes} B"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
-from .inspect import size
+from ..memory import size
 from .output import Steps, note, on_terminal_stderr, print_json, print_table, progress
 from .values import WHOLE, Folder
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..head_stages import NOTHING
+from ..memory import size
 from ..width import MAX_BLOCK_SIZE
 from .output import note, print_json, print_table, progress
 from .values import Whole
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ..inspection import Inspection
 
 STAGES = ("head", "state", "found", "next step")
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @click.command("inspect")
@@ -171,11 +171,3 @@ def _count(number: int) -> str:
         if number >= limit:
             return f"{number / limit:.2f} {unit}"
     return str(number) if number else ""
-
-
-def size(nbytes: int) -> str:
-    """Bytes in the largest unit that leaves at least 1."""
-    value, unit = float(nbytes), 0
-    while value >= 1024 and unit < len(UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.2f} {UNITS[unit]}" if unit else f"{nbytes} B"

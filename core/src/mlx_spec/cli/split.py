@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from ..memory import size
 from .convert import Share
-from .inspect import size
 from .output import note, print_json, print_table, progress
 from .values import WHOLE, Folder, Whole
 
