@@ -3,6 +3,7 @@
 # make lint      ruff and mypy
 # make docs      build the documentation into .site; make docs-update rewrites its generated parts
 # make sanitize  run the tests of the CPU kernels compiled with AddressSanitizer and UBSan, in an environment of its own
+# make neon      compile the CPU kernels for ARM64 and run NEON's in emulation, in an environment of its own
 # make oracles   compare with independent implementations, in an environment of its own (large)
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ BUILDING = $(if $(COMPILER),Compiling the CPU kernels of plugins/cpu ($(words $(
   Installing plugins/cpu without its kernels: no C++ compiler found.)
 EXTRA := $(if $(BACKEND),[$(BACKEND)])
 
-.PHONY: demo test lint docs docs-update oracles sanitize clean
+.PHONY: demo test lint docs docs-update oracles sanitize neon clean
 
 demo: .venv/.demo
 	$(BIN)/spec generate -n $(TOKENS)$(if $(PROMPT), -p "$$PROMPT")
@@ -57,8 +58,11 @@ sanitize: .venv-sanitize/.installed
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	.venv-sanitize/bin/python -m pytest -p no:cacheprovider -p no:faulthandler plugins/cpu/tests
 
+neon: .venv-neon/.installed
+	.venv-neon/bin/python tools/neon/check.py
+
 clean:
-	rm -rf .venv .venv-oracles .venv-sanitize .site
+	rm -rf .venv .venv-oracles .venv-sanitize .venv-neon .site
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -97,4 +101,9 @@ clean:
 .venv-oracles/.installed: $(PROJECTS) requirements-oracles.txt
 	$(PYTHON) -m venv .venv-oracles
 	.venv-oracles/bin/python -m pip --disable-pip-version-check --quiet install -r requirements-oracles.txt
+	@touch $@
+
+.venv-neon/.installed: requirements-neon.txt constraints.txt
+	$(PYTHON) -m venv .venv-neon
+	.venv-neon/bin/python -m pip --disable-pip-version-check --quiet install -r requirements-neon.txt
 	@touch $@

@@ -161,7 +161,7 @@ def test_ci_runs_the_native_tests_under_sanitizers():
     assert "-fsanitize=address,undefined" in options and "-fno-sanitize-recover=all" in options
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "oracles", "sanitize"])
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "oracles", "sanitize", "neon"])
 def test_make_targets_expand(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
