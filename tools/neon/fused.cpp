@@ -1,5 +1,4 @@
 // The four lanes of plain C++ with fused multiply-adds: the arithmetic that NEON's kernels have to have, byte for byte.
-#define SPEC_PORTABLE 1
 #include "kernels.h"
 
 #include <math.h>
@@ -27,6 +26,7 @@ const void* fused_table() { return &spec::kernels; }
 const void* portable_table() { return spec::portable_kernels(); }
 
 // Of the structures that tools/neon/table.py declares again.
-extern const int64_t sizes[8] = {sizeof(spec::Weights),  sizeof(spec::Soon),       sizeof(spec::Product),     sizeof(spec::Attention),
-                                 sizeof(spec::Rotation), sizeof(spec::Activation), sizeof(spec::Convolution), sizeof(spec::Delta)};
+extern const int64_t sizes[8] = {sizeof(spec::Weights),     sizeof(spec::Soon),     sizeof(spec::Product),
+                                 sizeof(spec::Attention),   sizeof(spec::Rotation), sizeof(spec::Activation),
+                                 sizeof(spec::Convolution), sizeof(spec::Delta)};
 }

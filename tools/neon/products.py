@@ -11,6 +11,7 @@ from values import FP4_VALUES, NAMES, STORED, ULP, floats, scale_floats, stored,
 
 FLOATS = (F32, F16, BF16)
 ROWS = 11  # from nine on weights are decoded first, and multiplied with four rows at a time
+ODD_NAN = {F32: np.uint32(0xFFC12345).view("f4"), F16: np.uint16(0xFE12).view("f2"), BF16: 0xFFC1}
 SHAPES = ((37, 5), (16, 1), (21, 33), (5, 130), (17, 1030))  # (N, K) of dense weights; several parts of K in the last
 
 
@@ -135,7 +136,7 @@ def multiply(
     K = matrix.values.shape[1]
     x = stored(trial.normal(ROWS, K), x_type)
     if odd is not None:
-        x[0, K // 2] = stored(np.float32([odd]), x_type)[0]
+        x[0, K // 2] = stored(np.float32([odd]), x_type)[0] if odd == odd else ODD_NAN[x_type]
     product = Multiplied(trial, matrix, x, x_type, y_type, bias_type)
     exact, bound = product.bound()
     alone = np.stack([product.rows(r, 1, bound)[0] for r in range(ROWS)])

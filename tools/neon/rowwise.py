@@ -12,15 +12,17 @@ from values import NAMES, STORED, ULP, floats, stored
 
 FLOATS = (F32, F16, BF16)
 COUNTS = (1, 3, 4, 7, 64, 129)
-SPECIAL = (0.0, -0.0, 1e-40, -1e-30, 87.5, -87.5, 1e4, -1e4, np.inf, -np.inf, np.nan)
+EDGES = (-87.0, 88.00000762939453, -88.00000762939453, 0.625, 0.9375, 18.75)  # where functions change their form
+SPECIAL = (0.0, -0.0, 1e-40, -1e-30, 87.5, -87.5, 1e4, -1e4, np.inf, -np.inf, np.nan, *EDGES)
 LARGEST_ANGLE = 8388608.0  # beyond it waves are those of the C library
 
 
 def special(trial: Trial, count: int, type: int) -> np.ndarray:
     """Stored normal values, some of another size, some of them odd ones."""
     values = trial.normal(count) * np.float32(trial.pick(1, 10))
-    for value in SPECIAL[: count // 4]:
-        values[trial.random.integers(count)] = value
+    places = trial.random.permutation(count)
+    for place, value in zip(places[: count // 4], trial.random.permutation(SPECIAL), strict=False):
+        values[place] = value
     with np.errstate(over="ignore"):
         return stored(values, type)
 
@@ -158,6 +160,8 @@ def choices(trial: Trial) -> None:
             first = calls("first_best", at(x), type, n, shift, best)
             trial.numbers("greedy choice", what, first)
         trial.room.clear()
+    x = trial.room.put(np.float32([0, -87, -87.5, -1, -3]))
+    trial.numbers("sum of exponentials", "edges", calls("exp_sum", at(x), F32, 5, 0.0), 1e-5)
     for type in FLOATS:
         for value in (*SPECIAL, 1.00390625, 65519.0, 65520.0, 6e-8, 3.4e38, *map(float, trial.normal(40))):
             trial.numbers("rounding", f"{value} to {NAMES[type]}", calls("round_to", value, type))

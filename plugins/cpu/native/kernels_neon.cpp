@@ -8,7 +8,7 @@
 namespace spec {
 namespace {
 #include "scalar.h"
-#include "vec_plain.h"
+#include "vec_neon.h"
 #include "table.inl"
 
 const Kernels kernels = table("neon");

@@ -1,5 +1,4 @@
 // Any machine: four lanes of plain C++.
-#define SPEC_PORTABLE 1
 #include "kernels.h"
 
 #include <math.h>

@@ -12,7 +12,9 @@ constexpr int CHAINS = 12;
 static float multiply_add(int64_t rounds) {
   vec acc[CHAINS];
   for (auto& a : acc) a = ones(1);
-  vec x = ones(0.999f), y = ones(0.001f);
+  static const float factors[] = {0.999f, 0.001f};
+  const float* given = held(factors);  // a compiler that knows both works the rounds out itself
+  const vec x = ones(given[0]), y = ones(given[1]);
   for (int64_t i = 0; i < rounds; i++) {
 #pragma GCC unroll 12
     for (int j = 0; j < CHAINS; j++) acc[j] = fma(acc[j], x, y);

@@ -1,15 +1,7 @@
-// Four lanes: NEON on arm64, plain arrays anywhere else. Included inside the kernel file's namespace.
+// Four lanes of plain arrays. Included inside the kernel file's namespace.
 
 constexpr int W = 4;
 
-#if defined(__ARM_NEON) && !defined(SPEC_PORTABLE)
-typedef float32x4_t vec;
-static inline vec zero() { return vdupq_n_f32(0); }
-static inline vec ones(float f) { return vdupq_n_f32(f); }
-static inline vec load(const float* p) { return vld1q_f32(p); }
-static inline void store(float* p, vec v) { vst1q_f32(p, v); }
-static inline vec fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
-#else
 struct vec {
   float v[W];
 };
@@ -22,7 +14,6 @@ static inline vec fma(vec a, vec b, vec c) {
   for (int i = 0; i < W; i++) r.v[i] = c.v[i] + a.v[i] * b.v[i];
   return r;
 }
-#endif
 
 static inline vec held(vec v) { return v; }
 
