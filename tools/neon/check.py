@@ -25,6 +25,7 @@ SHOWN = 5  # differences of a group
 
 
 def main() -> None:
+    print("Compiling plugins/cpu for ARM64: some minutes the first time.", flush=True)
     build = Build()
     images = []
     for target in (LINUX, MACOS):
