@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -13,6 +14,7 @@ from tinymodels import GEMMA3, LLAMA, write_model, write_tokenizer, write_weight
 
 from mlx_spec import checkpoint
 from mlx_spec.errors import LoadError
+from mlx_spec.tensorfiles import read_header, read_json
 from mlx_spec.types import ModelRef
 
 
@@ -527,3 +529,17 @@ def test_what_a_file_says_about_itself(one, tmp_path):
     assert checkpoint.read_metadata(tmp_path / "bare.safetensors") == {}
     with pytest.raises(LoadError, match=r"absent.safetensors"):
         checkpoint.read_metadata(tmp_path / "absent.safetensors")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_is_refused_instead_of_waited_for(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    read = read_json if name == "config.json" else read_header
+    with pytest.raises(LoadError, match="found a pipe, socket or device, expected a readable file") as caught:
+        read(tmp_path / name)
+    assert caught.value.code == "L03"
+
+
+def test_what_moves_a_cursor_is_shown_as_text():
+    error = LoadError("tensor a\x1b[2Jb", found="x\x07", expected="y", next_step="Look")
+    assert str(error) == "tensor a\\x1b[2Jb: found x\\x07, expected y. Look."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
 
@@ -11,6 +12,7 @@ import pytest
 
 from mlx_spec.errors import SpecError
 from mlx_spec.gguf.convert import convert_gguf
+from mlx_spec.gguf.refusals import cut_short
 from mlx_spec.gguf.rope import llama3_factors
 from mlx_spec.tensorfiles import tensor_index
 
@@ -64,18 +66,31 @@ def test_a_file_that_is_something_else_is_not_called_a_damaged_one(name, tmp_pat
     assert "checksum" not in caught.value.next_step and "config.json" in caught.value.next_step
 
 
-@pytest.mark.parametrize(("lack", "share"), [(1, "0.0014%"), (4000, "5.5%"), (60000, "83%")])
+@pytest.mark.parametrize(("lack", "share"), [(1, "less than 0.1%"), (4000, "5.5%"), (60000, "82.8%")])
 def test_a_file_without_its_end_says_how_much_is_missing(lack, share, tmp_path):
     """Counted to the end of the last tensor, not of the one where the file ends."""
     error = refused(WHOLE[:-lack], tmp_path)
     assert error.code == "L50" and error.found.startswith(f"{len(WHOLE) - lack} bytes, which end in ")
-    assert error.expected == f"at least {len(WHOLE)} bytes, as its header says: {lack} are missing ({share})"
+    are = "is" if lack == 1 else "are"
+    assert error.expected == f"at least {len(WHOLE)} bytes, as its header says: {lack} {are} missing ({share})"
+
+
+def test_all_but_all_is_not_called_all(tmp_path):
+    error = cut_short(tmp_path / "x.gguf", 2_000_000, 4_000_000_000, "token_embd.weight")
+    assert error.expected.endswith("3998000000 are missing (more than 99.9%)")
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "x.gguf")
+    with pytest.raises(SpecError, match="found a pipe, socket or device, expected a readable file") as caught:
+        convert_gguf(tmp_path / "x.gguf", tmp_path / "out")
+    assert caught.value.code == "L03"
 
 
 def test_a_file_that_ends_in_its_header_says_so(tmp_path):
     error = refused(WHOLE[:30], tmp_path)
     assert error.found == "6 bytes left of 30 for a metadata key"
-    assert error.expected == "8 bytes: the file ends in its header, at least 2 too early"
+    assert error.expected == "8 bytes: its header is damaged, or cut at least 2 bytes short"
 
 
 def test_every_truncation_is_refused(tmp_path):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from tinymodels import TEMPLATE, write_model, write_tokenizer
 
+from mlx_spec.demos import demo_pair
 from mlx_spec.errors import LoadError, UsageError
 from mlx_spec.tokenizer import Tokenizer, load_tokenizer
 
@@ -202,3 +205,15 @@ def test_loading_does_not_touch_the_network(tmp_path, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", lambda *args: calls.append(args))
     assert load_tokenizer(write_model(write_tokenizer(tmp_path))).encode("red")
     assert calls == []
+
+
+def test_special_tokens_that_mean_each_other_are_an_error_of_the_files(tmp_path):
+    """An empty unk_token made transformers ask itself without end."""
+    source = demo_pair("gemma4").target
+    for file in Path(source).glob("*token*"):
+        shutil.copy(file, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"unk_token": ""}))
+    with pytest.raises(LoadError, match="files that cannot be loaded") as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.code == "L40"

@@ -13,6 +13,7 @@ SpecError                 base; every message is "<what>: found X, expected Y. <
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, Self
@@ -25,6 +26,7 @@ FINDINGS = "mlx_spec.findings"
 MODEL_NAME = "model name"
 """What an error is about that does not know which option or setting a name came from."""
 
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 LONGEST = 600  # characters of one part of a message: a value somebody gave may be a whole file
 
 
@@ -38,7 +40,8 @@ def shorten(text: str, limit: int = 80) -> str:
 def message(what: str, found: object, expected: object, next_step: str) -> str:
     """The one sentence shape of every error: what, found, expected, next step; huge values are cut."""
     step = next_step if not next_step or next_step.endswith((".", "!", "?")) else next_step + "."
-    return f"{shorten(what, LONGEST)}: found {shorten(str(found), LONGEST)}, expected {expected}. {step}".rstrip()
+    text = f"{shorten(what, LONGEST)}: found {shorten(str(found), LONGEST)}, expected {expected}. {step}".rstrip()
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)  # names in files may hold what moves a cursor
 
 
 class SpecError(Exception):

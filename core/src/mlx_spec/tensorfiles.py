@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import stat
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,6 +177,7 @@ def weight_map(path: Path, stem: str) -> dict[str, str]:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file; LoadError naming the file otherwise."""
     try:
+        check_regular(file)
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise unreadable(file, error) from error
@@ -199,6 +201,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def check_regular(file: Path) -> int:
+    """Bytes of a file; OSError for a pipe, socket or device, of which a reader might wait for ever."""
+    found = file.stat()
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise OSError("a pipe, socket or device")
+    return found.st_size
+
+
 def unreadable(file: Path, error: OSError) -> LoadError:
     """The error for a file the system will not let us read."""
     return LoadError(
@@ -216,7 +226,7 @@ def unreadable(file: Path, error: OSError) -> LoadError:
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Tensors of one safetensors file, checked: a file shorter or longer than its header says is refused."""
     try:
-        size = file.stat().st_size
+        size = check_regular(file)
         with file.open("rb") as stream:
             length, header = _header_json(file, stream, size)
     except OSError as error:
@@ -232,7 +242,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def read_metadata(file: Path) -> dict[str, str]:
     """What a safetensors file says about itself, e.g. {"format": "mlx"}; {} for nothing."""
     try:
-        size = file.stat().st_size
+        size = check_regular(file)
         with file.open("rb") as stream:
             metadata = _header_json(file, stream, size)[1].get("__metadata__")
     except OSError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..tensorfiles import unreadable
+from ..tensorfiles import check_regular, unreadable
 from .refusals import damaged, no_gguf
 
 MAGIC = b"GGUF"
@@ -50,6 +50,7 @@ class Gguf:
 def read_gguf(path: Path) -> Gguf:
     """Header of a GGUF file; LoadError for anything that is none, or is cut short or damaged."""
     try:
+        check_regular(path)
         with path.open("rb") as stream:
             cursor = _Cursor(path, stream)
             tensors, metadata = _counts(cursor)
@@ -71,8 +72,8 @@ class _Cursor:
         """The next `count` bytes."""
         left = self.size - self.position
         if count > left:
-            early = f"the file ends in its header, at least {count - left} too early"
-            raise damaged(self.path, f"{left} bytes left of {self.size} for {what}", f"{count} bytes: {early}")
+            lack = f"{count} bytes: its header is damaged, or cut at least {count - left} bytes short"
+            raise damaged(self.path, f"{left} bytes left of {self.size} for {what}", lack)
         self.position += count
         return self._stream.read(count)
 
@@ -106,8 +107,10 @@ class _Cursor:
             data = self.take(count * struct.calcsize(code), what)
             values = struct.unpack(f"<{count}{code}", data)
             return [bool(v) for v in values] if kind == BOOL else list(values)
-        if count > self.size - self.position:  # each element takes at least a byte: no loop over a wild count
-            raise damaged(self.path, f"{count} elements of {what}", "as many as the file has room for")
+        left = self.size - self.position
+        if count > left:  # each element takes at least a byte: no loop over a wild count
+            lack = f"a byte for each at least: its header is damaged, or cut at least {count - left} bytes short"
+            raise damaged(self.path, f"{left} bytes left of {self.size} for {count} elements of {what}", lack)
         return [self.value(kind, what, depth + 1) for _ in range(count)]
 
 

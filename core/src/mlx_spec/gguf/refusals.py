@@ -31,8 +31,12 @@ def damaged(path: Path, found: str, expected: str) -> LoadError:
 def cut_short(path: Path, nbytes: int, whole: int, tensor: str) -> LoadError:
     """The header is there, and says that the tensors end at byte `whole`."""
     lack = whole - nbytes
-    found, share = f"{nbytes} bytes, which end in {tensor}", f"{100 * lack / whole:.2g}%"
-    return damaged(path, found, f"at least {whole} bytes, as its header says: {lack} are missing ({share})")
+    percent = 100 * lack / whole
+    share = "less than 0.1%" if percent < 0.1 else "more than 99.9%" if percent > 99.9 else f"{percent:.1f}%"
+    missing = f"{lack} {'is' if lack == 1 else 'are'} missing ({share})"
+    return damaged(
+        path, f"{nbytes} bytes, which end in {tensor}", f"at least {whole} bytes, as its header says: {missing}"
+    )
 
 
 def no_gguf(path: Path, magic: bytes, expected: bytes) -> LoadError:
