@@ -12,7 +12,7 @@ from mlx_spec.benchmark import plot, report
 from mlx_spec.benchmark.method import ARMS, BenchPlan, Run, Trial, WarmUp, at_trial, run_once, void_reason
 from mlx_spec.benchmark.workloads import Workload
 from mlx_spec.cli.bench import save
-from mlx_spec.errors import UsageError
+from mlx_spec.errors import RefusedError, UsageError
 from mlx_spec.request import Event, Result, SpeculationReport, Timings
 from mlx_spec.sampling import Sampling
 
@@ -285,8 +285,9 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(type(path), "replace", broken)
-    with pytest.raises(UsageError, match=r"--out .*No space left on device"):
+    with pytest.raises(RefusedError, match=r"--out .*No space left on device") as caught:
         report.write_file(path, b"second")
+    assert caught.value.code == "R40"
     assert path.read_bytes() == b"first"
     assert [p.name for p in tmp_path.iterdir()] == ["bench.json"]
 

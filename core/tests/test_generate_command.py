@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -155,12 +156,40 @@ def test_drafting_options_are_checked_before_a_model_is_looked_for(command, args
         ({"kv_bits": 3}, "U27"),
         ({"kind": "nope"}, "U26"),
         ({"kind": "prompt-lookup", "drafter": "some-dir"}, "U21"),
+        ({"prefill_step": -1}, "U50"),
+        ({"prefill_step": 0}, "U50"),
+        ({"prefill_step": 5.0}, "U50"),
     ],
 )
 def test_what_is_asked_of_a_load_is_checked_before_a_model_is_looked_for(given, code):
     with pytest.raises(UsageError) as refused:
         load("/no/such/target", **given)
     assert refused.value.code == code
+
+
+def test_a_block_size_of_a_load_is_named_as_its_argument():
+    with pytest.raises(UsageError, match=r"^block_size .* Give block_size a number in that range"):
+        load("/no/such/target", block_size=99)
+
+
+def test_options_without_a_drafter_are_refused(target):
+    with pytest.raises(UsageError, match="drafting option min_n: found 2, and no drafter") as caught:
+        load(str(target), options={"min_n": 2})
+    assert caught.value.code == "U78"
+    load(str(target), kind="none", options={"min_n": 2})  # asked not to draft: nothing is lost
+
+
+@pytest.mark.parametrize("command", ["pair", "bench", "tune", "probe"])
+def test_the_bundled_pair_is_said_by_every_command_that_takes_it(command, monkeypatch):
+    from mlx_spec.cli import options
+
+    def load_nothing(values, chosen=None, steps=None):
+        raise UsageError("stop", found="here", expected="-", next_step="")
+
+    for module in (options, import_module(f"mlx_spec.cli.{command}")):
+        monkeypatch.setattr(module, "load_pair", load_nothing)
+    result = CliRunner().invoke(cli, [command])
+    assert result.stderr.startswith("no -m given: using the bundled demo pair ("), result.stderr
 
 
 def test_a_width_the_drafter_cannot_run_is_refused_before_weights_are_read(target, monkeypatch):

@@ -15,11 +15,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_values(
-    block_size: int | None, block_size_from: str, dtype: str | None, exactness: str, kv_bits: int | None, kv_group: int
+    block_size: int | None,
+    block_size_from: str,
+    dtype: str | None,
+    exactness: str,
+    kv_bits: int | None,
+    kv_group: int,
+    prefill_step: int | None,
 ) -> None:
-    """UsageError for a block size out of range, or a dtype, level or K/V setting that nobody has."""
+    """UsageError for a number out of range, or a dtype, level or K/V setting that nobody has."""
     if block_size is not None:
-        check_block_size(block_size, block_size_from)
+        check_block_size(block_size, "block_size" if block_size_from == "operator" else block_size_from)
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(
             "--dtype", found=dtype, expected=" | ".join(DTYPES), next_step="Choose one of these", code="U25"
@@ -31,6 +37,14 @@ def check_values(
             expected="bitwise | greedy | distribution | lossy",
             next_step="Choose one of these",
             code="U42",
+        )
+    if prefill_step is not None and (type(prefill_step) is not int or prefill_step < 1):
+        raise UsageError(
+            "prefill_step",
+            found=repr(prefill_step),
+            expected="a whole number of at least 1",
+            next_step="Give one, or leave it out",
+            code="U50",
         )
     if kv_bits is not None:
         from .state.quantised import check_quantisation

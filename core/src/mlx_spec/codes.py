@@ -90,7 +90,7 @@ CODES = _table(
     ("U40", "A probe of a pair that has no drafter in use", "request", "cli/probe"),
     ("U41", "A demo pair of a name that no installed plugin has", "request", "demos"),
     ("U42", "An unknown level of exactness", "request", "asked"),
-    ("U50", "An option or argument with a value of the wrong type or out of range", "request", "cli/usage"),
+    ("U50", "An option or argument with a value of the wrong type or out of range", "request", "asked cli/usage"),
     ("U51", "An argument or a value that is missing, or a switch with a value", "request", "cli/usage"),
     ("U52", "An option the command does not have", "request", "cli/usage"),
     ("U53", "An unknown command", "request", "cli/usage"),
@@ -204,7 +204,7 @@ CODES = _table(
     ("R11", "An output that takes no more", "output", "cli/__init__"),
     ("R30", "A benchmark that is void, or whose arms reply differently", "report", "cli/bench cli/tune"),
     ("R31", "A benchmark of drafting on a pair that does not draft", "choose", "cli/bench cli/tune"),
-    ("R40", "A disk without room for what is written", "output", "conversion/refusals"),
+    ("R40", "A disk without room for what is written", "output", "benchmark/report conversion/refusals"),
     ("R41", "A conversion to a folder that another process writes", "output", "conversion/refusals"),
     # -- exactness --------------------------------------------------------------------------------------
     ("X00", "An exactness level that is not reached", "choose", "errors"),

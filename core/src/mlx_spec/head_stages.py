@@ -188,6 +188,8 @@ def probed(target: ModelRef, drafter: ModelRef) -> Stage:
         return widths[0]
 
     report = remembered(target, drafter, usual)
+    if widths and widths[0] < 2:
+        return Stage("probe", "open", f"nothing is drafted at L={widths[0]}, which runs now", "Ask for a larger L")
     given = "--draft-kind mtp" if target.path == drafter.path else f"--draft-model {drafter.name}"
     step = f"Run spec probe -m {target.name} {given}, or add --probe here"
     if report is None:

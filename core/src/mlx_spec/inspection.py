@@ -127,9 +127,11 @@ def _proven(name: str, drafter: str | None) -> Stage:
     """The probe's verdict on a target with a head in a directory, or with its own."""
     from .head_stages import verdict_stage
     from .pair import load
+    from .settings import choose
 
+    block_size, source = choose("draft_block_size")
     try:
-        plan = load(name, drafter, HEAD_KIND).plan
+        plan = load(name, drafter, HEAD_KIND, block_size=block_size, block_size_from=source).plan
     except SpecError as error:
         return Stage.refused("probe", error)
     if plan.exactness is None:

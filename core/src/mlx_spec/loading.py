@@ -105,10 +105,20 @@ def choose_drafter(
     Without a directory the target may draft for itself, with a head its checkpoint carries.
 
     Args:
-        options: drafting options by name; what the chosen kind does not read is refused.
+        options: drafting options by name; what the chosen kind does not read is refused, and any where nobody was
+            asked to draft.
         name_from, kind_from: flag or variable that gave the two, which an error names.
     """
     choice = _choose(name, kind, target, name_from, kind_from)
+    if choice is None and kind is None and options:
+        option, value = next(iter(options.items()))
+        raise UsageError(
+            f"drafting option {option}",
+            found=f"{value!r}, and no drafter",
+            expected="a drafter that reads it",
+            next_step=f"Name one with {DRAFTER_FLAG} or {KIND_FLAG}, or drop it",
+            code="U78",
+        )
     return choice if choice is None or not options else _with_options(choice, options)
 
 

@@ -166,7 +166,7 @@ def load(
     Raises:
         LoadError, PairError, UsageError: each with what was found, expected and the next step.
     """
-    check_values(block_size, block_size_from, dtype, exactness, kv_bits, kv_group_size)
+    check_values(block_size, block_size_from, dtype, exactness, kv_bits, kv_group_size, prefill_step)
     check_kind(drafter, kind, name_from=drafter_from, kind_from=kind_from)
     plan = Plan(
         exactness_asked=exactness,

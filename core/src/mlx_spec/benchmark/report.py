@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ..conversion.refusals import NO_ROOM
+from ..errors import RefusedError, SpecError, UsageError
 from .statistics import Spread, first_difference, geometric_mean, paired_ratios, verdict
 
 if TYPE_CHECKING:
@@ -285,7 +286,7 @@ def to_json(doc: Any) -> str:
 
 
 def open_folder(path: str) -> Path:
-    """Create the folder for results and make sure it can be written to; UsageError when it cannot."""
+    """The folder for results, created; an error as of `write_file` when it cannot be written to."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -298,7 +299,7 @@ def open_folder(path: str) -> Path:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file that appears complete or not at all; UsageError when that is impossible."""
+    """Write a file whole or not at all; UsageError when it cannot, RefusedError on a full disk."""
     temporary = ""
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".bench-")
@@ -312,7 +313,15 @@ def write_file(path: Path, content: bytes) -> None:
         raise _refuse(str(path.parent), error) from error
 
 
-def _refuse(path: str, error: OSError) -> UsageError:
+def _refuse(path: str, error: OSError) -> SpecError:
+    if error.errno in NO_ROOM:
+        return RefusedError(
+            f"room for --out {path}",
+            found=error.strerror,
+            expected="room for the results",
+            next_step="Make room, or choose a folder on another disk",
+            code="R40",
+        )
     return UsageError(
         f"--out {path}",
         found=error.strerror or str(error),

@@ -70,9 +70,9 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
     chosen = read_pair_options(values)
     plan = make_plan(values, chosen)
     doc = run(plan, values, chosen)
+    show(doc, as_json)
     if folder is not None:
         save(doc, folder)
-    show(doc, as_json)
     if failed(doc):
         raise RefusedError(
             "bench",

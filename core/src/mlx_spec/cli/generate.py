@@ -71,11 +71,8 @@ def command(**values: Any) -> None:
     chosen = read_pair_options(values)
     text = read_prompt(values, chosen.demo is not None)
     sampling = _sampling(values, chosen)
-    if chosen.demo:
-        why = "no -m given: using the bundled" if values["target"] is None else "bundled"
-        note(f"{why} demo pair ({chosen.target})")
-        if text == DEMO_PROMPT:
-            note(f"no prompt given: continuing\n{DEMO_PROMPT}")
+    if chosen.demo and text == DEMO_PROMPT:
+        note(f"no prompt given: continuing\n{DEMO_PROMPT}")
     refuse_early(chosen, values, text)
     with progress("loading and probing") as steps:
         pair = load_pair(values, chosen, steps)

@@ -77,7 +77,7 @@ def command(
             note(problem.line())
     refused = [drafter for drafter in report.drafters if drafter.source in drafters and not drafter.fits]
     for drafter in refused:
-        note(f"drafter {drafter.source} does not fit: {drafter.reason}")
+        note(drafter.reason)
     if refused or not report.ok:
         ctx.exit(1)
 

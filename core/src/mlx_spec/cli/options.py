@@ -69,7 +69,7 @@ def pair_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_pair_options(values: dict[str, Any]) -> PairOptions:
-    """Merge flags, --spec-config and environment; a key given twice is an error."""
+    """Merge flags, --spec-config and environment; a key given twice is an error. Says a bundled pair."""
     from ..loading import check_kind
     from ..settings import choose
     from ..spec_config import OPTION, normalise_kind
@@ -93,6 +93,7 @@ def read_pair_options(values: dict[str, Any]) -> PairOptions:
     target, demo = values.get("target"), None
     if target is None or target.startswith(DEMO):
         bundled = demo_pair(None if target is None else target.removeprefix(DEMO))
+        note(f"{'bundled' if target else 'no -m given: using the bundled'} demo pair ({bundled.target})")
         target, demo = str(bundled.target), bundled
         if model is None and kind in (None, "mtp"):
             model = str(bundled.drafter)

@@ -82,9 +82,9 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
     doc = run(pair, values, chosen)
     refuse_bad(doc)
     doc["stored"] = store(pair, doc) if not values["no_store"] else "not asked to"
+    show(doc, as_json)
     if folder is not None:
         save(doc, folder)
-    show(doc, as_json)
 
 
 def widest_to_try(chosen: PairOptions) -> int:
