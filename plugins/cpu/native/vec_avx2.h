@@ -31,15 +31,7 @@ static inline void sum4(const vec* v, float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(l01, l23, 0x88), _mm_shuffle_ps(l01, l23, 0xdd)));
 }
 
-constexpr bool FOLDS = false;  // of chains that end together
-template <int NR>
-static inline vec fold(const vec* v) {
-  return v[0];
-}
-template <int NR>
-static inline void sum_block(const vec* v, float* out) {
-  for (int i = 0; i < 16; i += 4) sum4(v + i, out + i);
-}
+#include "unfolded.inl"
 
 static inline vec maximum(vec a, vec b) { return _mm256_max_ps(a, b); }
 static inline vec nearest(vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

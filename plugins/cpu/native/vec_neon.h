@@ -38,15 +38,7 @@ static inline void sum4(const vec* v, float* out) {
   vst1q_f32(out, vpaddq_f32(vcombine_f32(half[0], half[1]), vcombine_f32(half[2], half[3])));
 }
 
-constexpr bool FOLDS = false;  // of chains that end together
-template <int NR>
-static inline vec fold(const vec* v) {
-  return v[0];
-}
-template <int NR>
-static inline void sum_block(const vec* v, float* out) {
-  for (int i = 0; i < 16; i += 4) sum4(v + i, out + i);
-}
+#include "unfolded.inl"
 
 // The bits of bfloat16 in the upper halves of the lanes: to nearest, ties to even; NaN stays NaN.
 static inline uint32x4_t bits_of_bf16(vec v) {

@@ -69,15 +69,7 @@ static inline void sum4(const vec* v, float* out) {
   for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
 }
 
-constexpr bool FOLDS = false;  // of chains that end together
-template <int NR>
-static inline vec fold(const vec* v) {
-  return v[0];
-}
-template <int NR>
-static inline void sum_block(const vec* v, float* out) {
-  for (int i = 0; i < 16; i++) out[i] = sum(v[i]);
-}
+#include "unfolded.inl"
 
 static inline vec load_bf16(const uint16_t* p) {
   float f[W];
