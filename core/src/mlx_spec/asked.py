@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .errors import UsageError
 from .types import LEVELS
+from .values import as_integer, shown
 from .width import check_block_size, resolve_block_size
 
 if TYPE_CHECKING:
@@ -38,10 +39,10 @@ def check_values(
             next_step="Choose one of these",
             code="U42",
         )
-    if prefill_step is not None and (type(prefill_step) is not int or prefill_step < 1):
+    if prefill_step is not None and (as_integer(prefill_step) or 0) < 1:
         raise UsageError(
             "prefill_step",
-            found=repr(prefill_step),
+            found=shown(prefill_step),
             expected="a whole number of at least 1",
             next_step="Give one, or leave it out",
             code="U50",

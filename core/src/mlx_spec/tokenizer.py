@@ -57,7 +57,7 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
             from mlx_lm.utils import load_tokenizer as load
 
             found = Tokenizer(load(path, {"trust_remote_code": False, "local_files_only": True}), path)
-            _ = found.control_tokens, found.byte_ids  # special tokens that mean each other are found by asking
+            _ = found.control_tokens  # special tokens that mean each other are found by asking
             return found
         except Exception as error:  # tokenizers raises bare Exception, transformers whatever its code meets
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
