@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_spec import cli as cli_module
+from mlx_spec import settings
 from mlx_spec.cli import COMMANDS, SpecGroup, cli
 from mlx_spec.cli.usage import as_usage_error
 from mlx_spec.errors import Finding, LoadError, PairError, UsageError
@@ -343,11 +344,44 @@ def test_the_doctor_names_a_misspelt_variable_in_its_table_alone(spec):
     assert "MLX_SPEC_DRAFT_KND means nothing here" in found.stdout and "MLX_SPEC_DRAFT_KND" not in found.stderr
 
 
+BAD_VARIABLES = {
+    "MLX_SPEC_THREADS": ("many", "U03: environment variable MLX_SPEC_THREADS: found 'many', expected a whole number."),
+    "LLAMA_ARG_DRAFT_BLOCK_SIZE": ("x", "U03: environment variable LLAMA_ARG_DRAFT_BLOCK_SIZE: found 'x', expected "),
+    "MLX_SPEC_LOG_LEVEL": ("loud", "U03: environment variable MLX_SPEC_LOG_LEVEL: found 'loud', expected 'debug', "),
+    "MLX_SPEC_KERNELS": ("foo", "U05: MLX_SPEC_KERNELS: found foo, expected on | off"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VARIABLES)
+@pytest.mark.parametrize("command", [*(set(COMMANDS) - {"doctor"}), "greet"])
+def test_a_bad_value_of_a_variable_is_told_once_by_every_command(site, monkeypatch, tmp_path, name, command):
+    arguments = {
+        "inspect": ["M"],
+        "convert": ["M", "-o", "new"],
+        "new": ["drafter", "x"],
+        "generate": ["-m", "M", "-p", "x"],
+        "split-mtp": ["-m", "M", "-o", "new"],
+    }
+    site.install("hello-dist", "hello", COMMAND_PLUGIN.format(taken="one"))
+    (tmp_path / "M").mkdir()
+    monkeypatch.chdir(tmp_path)
+    value, message = BAD_VARIABLES[name]
+    monkeypatch.setenv(name, value)
+    settings.reset_settings()
+    given = arguments.get(command, [])
+    result = CliRunner().invoke(cli, [command, *given])
+    assert result.exit_code == 2 and (result.stdout == "" or (command, name) == ("plugins", "MLX_SPEC_KERNELS"))
+    assert result.stderr.startswith(f"error {message}") and result.stderr.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    assert CliRunner().invoke(cli, [command, *given, "--help"]).exit_code == 0  # helps nevertheless
+
+
 def test_looking_for_misspelt_variables_loads_nothing_heavy(monkeypatch):
     monkeypatch.setenv("MLX_SPEC_LOG_LEVEL", "error")
     for name in ("MLX_SPEC_CACHE_DIR", "MLX_SPEC_KERNELS"):
         monkeypatch.delenv(name)
     assert loaded_after("from mlx_spec.settings import unknown_variables\nassert unknown_variables() == []") == set()
+    assert loaded_after("from mlx_spec.cli import refuse_variables\nrefuse_variables('new')") == set()
 
 
 def test_log_level_reaches_the_logger(spec):

@@ -140,6 +140,22 @@ def test_errors_exit_1_and_name_the_next_step(spec, site):
     assert (checks["plugin bad"]["code"], checks["settings"]["code"], checks["python"]["code"]) == ("G07", "U03", "")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "code"), [("MLX_SPEC_THREADS", "many", "U03"), ("MLX_SPEC_KERNELS", "foo", "U05")]
+)
+def test_a_bad_variable_is_one_error_of_the_settings(spec, name, value, code):
+    done = spec("doctor", **{name: value})
+    assert done.returncode == 1 and done.stderr == ""
+    told = [line for line in done.stdout.splitlines() if line.startswith("error ")]
+    assert told == [f"error {code}: settings: Correct or unset {name}"]
+    checks = by_name(spec("doctor", "--json", **{name: value}))
+    assert [check["name"] for check in checks.values() if check["status"] == "error"] == ["settings"]
+    for check in ("blas", "kernels", "cost"):
+        assert checks[check]["status"] == "warn" and checks[check]["detail"].startswith("not looked at: see ")
+        assert name in checks[check]["detail"]
+    assert ("setting threads" in checks) is (code == "U05")  # the others are shown where they could be read
+
+
 def test_misspelt_variables_and_unwritable_cache_are_warnings(spec, tmp_path):
     (tmp_path / "file").write_text("")
     done = spec("doctor", "--json", MLX_SPEC_PROBBE="1", MLX_SPEC_CACHE_DIR=str(tmp_path / "file" / "cache"))

@@ -167,6 +167,14 @@ def test_what_is_asked_of_a_load_is_checked_before_a_model_is_looked_for(given, 
     assert refused.value.code == code
 
 
+def test_a_kernel_nobody_brings_is_refused_before_a_model_is_looked_for(monkeypatch):
+    monkeypatch.setenv("MLX_SPEC_KERNELS", "foo")
+    settings.reset_settings()
+    with pytest.raises(UsageError, match="^MLX_SPEC_KERNELS: found foo, expected on") as refused:
+        load("/no/such/target")
+    assert refused.value.code == "U05"
+
+
 def test_a_block_size_of_a_load_is_named_as_its_argument():
     with pytest.raises(UsageError, match=r"^block_size .* Give block_size a number in that range"):
         load("/no/such/target", block_size=99)

@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 from tinymodels import CONFIGS, LLAMA, write_model, write_tokenizer, write_weights
 
-from mlx_spec import inspection
+from mlx_spec import inspection, settings
 from mlx_spec.checkpoint import load_mlx_lm, read_config
 from mlx_spec.cli import cli
 from mlx_spec.cli import inspect as command_module
-from mlx_spec.errors import LoadError
+from mlx_spec.errors import LoadError, UsageError
 from mlx_spec.heads import contradictions, find_heads, promised_layers
 from mlx_spec.identify import identify
 from mlx_spec.inspection import Inspection, inspect
@@ -476,6 +476,15 @@ def test_contested_model_type_is_a_problem(folder, site):
 )
 def test_sizes_for_people(nbytes, text):
     assert command_module.size(nbytes) == text
+
+
+@pytest.mark.parametrize(("name", "value"), [("MLX_SPEC_THREADS", "many"), ("MLX_SPEC_KERNELS", "foo")])
+def test_a_bad_variable_is_no_fault_of_the_model(folder, monkeypatch, name, value):
+    model = str(folder())
+    monkeypatch.setenv(name, value)
+    settings.reset_settings()
+    with pytest.raises(UsageError, match=f"{name}: found '?{value}"):
+        inspect(model)
 
 
 def test_inspect_reads_no_weights(folder, monkeypatch):

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_spec.errors import UsageError
-from mlx_spec.kernels import KernelUse, candidates, device_kind, swap_modules, use_kernels
+from mlx_spec.kernels import KernelUse, candidates, check_kernels, device_kind, swap_modules, use_kernels
 from mlx_spec.registry import Kernel, Register, Registry
 
 
@@ -93,6 +93,9 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Any:
         class Manager:
             registry = globals()["registry"](*kernels)
 
+            def check_asked(self) -> None:
+                """Nothing was asked for by name."""
+
         monkeypatch.setattr(plugins, "get_manager", Manager)
         monkeypatch.setenv("MLX_SPEC_KERNELS", value)
         settings.reset_settings()
@@ -127,3 +130,18 @@ def test_both_models_of_a_pair_in_one_line():
 def test_the_device_is_one_of_the_kinds_kernels_name():
     assert device_kind() in ("cpu", "metal", "cuda")
     assert mx.default_device().type != mx.DeviceType.gpu or device_kind() != "cpu"
+
+
+def test_a_name_nobody_brings_is_refused_before_a_kernel_is_asked(plugins: Any) -> None:
+    asked = kernel(ready=lambda: pytest.fail("asked"))
+    elsewhere = kernel("far", "metal" if device_kind() == "cpu" else "cpu")
+    for name in ("foo", "linear,foo", "far"):
+        plugins(name, asked, elsewhere)
+        with pytest.raises(
+            UsageError, match=r"expected on \| off \| linear\. Correct or unset MLX_SPEC_KERNELS"
+        ) as caught:
+            check_kernels()
+        assert caught.value.code == "U05" and caught.value.found == name.split(",")[-1]
+    for name in ("on", "off", "linear"):
+        plugins(name, asked, elsewhere)
+        check_kernels()

@@ -133,3 +133,45 @@ def test_misspelt_variables_are_named_with_the_closest(env):
         ("MLX_SPEC_ALOW_INEXACT", "MLX_SPEC_ALLOW_INEXACT"),
         ("MLX_SPEC_QQ9", None),
     ]
+
+
+# -- what every command asks before it begins ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("MLX_SPEC_THREADS", "many"),
+        ("LLAMA_ARG_DRAFT_BLOCK_SIZE", "x"),
+        ("MLX_SPEC_LOG_LEVEL", "loud"),
+        ("MLX_SPEC_TRACE", "hook"),
+    ],
+)
+def test_variables_are_checked_without_being_used(env, name, value):
+    env(**{name: value})
+    with pytest.raises(UsageError) as caught:
+        settings.check_variables()
+    assert caught.value.code == "U03" and name in caught.value.what
+
+
+def test_a_missing_home_is_no_fault_of_a_variable(env, monkeypatch):
+    def nowhere():
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("MLX_SPEC_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(settings.Path, "home", nowhere)
+    env(MLX_SPEC_PROBE="on")
+    assert settings.check_variables() is None
+    with pytest.raises(UsageError) as caught:
+        settings.get_settings()
+    assert caught.value.code == "U04"
+
+
+def test_levels_and_traces_are_those_of_the_model():
+    from typing import get_args
+
+    from mlx_spec.settings_model import LogLevel, Settings
+
+    assert get_args(LogLevel) == settings.LOG_LEVELS
+    assert Settings(trace=settings.TRACED).trace == settings.TRACED

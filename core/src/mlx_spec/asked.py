@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .errors import UsageError
+from .kernels import check_kernels
 from .types import LEVELS
 from .values import as_integer, shown
 from .width import check_block_size, resolve_block_size
@@ -24,7 +25,7 @@ def check_values(
     kv_group: int,
     prefill_step: int | None,
 ) -> None:
-    """UsageError for a number out of range, or a dtype, level or K/V setting that nobody has."""
+    """UsageError for a number out of range, or a dtype, level, K/V setting or kernel nobody has."""
     if block_size is not None:
         check_block_size(block_size, "block_size" if block_size_from == "operator" else block_size_from)
     if dtype is not None and dtype not in DTYPES:
@@ -51,6 +52,7 @@ def check_values(
         from .state.quantised import check_quantisation
 
         check_quantisation(kv_bits, kv_group)
+    check_kernels()
 
 
 def check_width(choice: DrafterChoice | None, block_size: int | None, block_size_from: str) -> DrafterChoice | None:

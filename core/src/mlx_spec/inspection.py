@@ -15,6 +15,7 @@ from .generic_target import declared_context
 from .head_stages import Stage, own_stages, pair_stages
 from .heads import HEAD_KIND, Head, contradictions, find_heads, text_section, whole_index
 from .identify import carries_embedding, identify
+from .kernels import check_kernels
 from .memory import MemoryNeed, head_settings, memory_needed
 from .refs import resolve
 from .types import DrafterCard, ModelRef
@@ -83,6 +84,7 @@ def inspect(
 ) -> Inspection:
     """Look at a directory or hub id; problems are collected, not raised, once every directory is found."""
     _manager().check_asked()
+    check_kernels()
     ref = resolve(name, config=False)
     for candidate in drafters:
         resolve(candidate, config=False, drafter=True)

@@ -79,6 +79,22 @@ def candidates(registry: Registry, device: str, only: tuple[str, ...] | None = N
 
     Raises UsageError for a name that no plugin brings.
     """
+    return [judge(owner, kernel, device) for owner, kernel in _wanted(registry, device, only)]
+
+
+def check_kernels() -> None:
+    """UsageError for a name in MLX_SPEC_KERNELS that no plugin brings for this device, or a bad variable."""
+    from .plugins import get_manager
+    from .settings import check_variables
+
+    settings = check_variables()
+    if settings is not None and settings.kernels:
+        get_manager().check_asked()
+        _wanted(get_manager().registry, device_kind(), settings.kernels)
+
+
+def _wanted(registry: Registry, device: str, only: tuple[str, ...] | None) -> list[tuple[str, Kernel]]:
+    """(owner, kernel) of those for `device` that replace layers; `only` names the ops wanted."""
     found = [(owner, kernel) for owner, kernel in registry.kernels() if kernel.swap and device in kernel.backends]
     known = sorted({kernel.op for _, kernel in found})
     unknown = [name for name in only or () if name not in known]
@@ -87,11 +103,10 @@ def candidates(registry: Registry, device: str, only: tuple[str, ...] | None = N
             "MLX_SPEC_KERNELS",
             found=unknown[0],
             expected=" | ".join(["on", "off", *known]),
-            next_step="Correct or unset it",
+            next_step="Correct or unset MLX_SPEC_KERNELS",
             code="U05",
         )
-    wanted = [(owner, kernel) for owner, kernel in found if only is None or kernel.op in only]
-    return [judge(owner, kernel, device) for owner, kernel in wanted]
+    return [(owner, kernel) for owner, kernel in found if only is None or kernel.op in only]
 
 
 def judge(owner: str, kernel: Kernel, device: str) -> Candidate:

@@ -25,6 +25,7 @@ TWINS = {
     "draft_kind": "LLAMA_ARG_DRAFT_KIND",
     "draft_block_size": "LLAMA_ARG_DRAFT_BLOCK_SIZE",
 }
+LOG_LEVELS, TRACED = ("debug", "info", "warning", "error"), ("hooks",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,28 @@ def get_settings() -> Settings:
         raise _usage_error(error.errors()[0]) from error
 
 
+def check_variables() -> Settings | None:
+    """The settings, None where none need reading; UsageError for a variable of ours with a bad value.
+
+    A home that is missing is left to who needs one.
+    """
+    given = [name for name in os.environ if name.startswith(PREFIX) or name in TWINS.values()]
+    first = early()
+    plain = first.log_level in LOG_LEVELS and set(first.trace) <= set(TRACED)
+    if plain and all(_is_early(name) for name in given):  # every command asks: no pydantic for those
+        return None
+    try:
+        return get_settings()
+    except UsageError as error:
+        if error.code != "U04":
+            raise
+        return None
+
+
+def _is_early(variable: str) -> bool:
+    return variable.removeprefix(PREFIX).lower() in Early.__slots__
+
+
 def reset_settings() -> None:
     """Forget what was read (tests)."""
     get_settings.cache_clear()
@@ -109,7 +132,7 @@ def choose(field: str, explicit: Any = None) -> tuple[Any, str]:
 def unknown_variables() -> list[tuple[str, str | None]]:
     """MLX_SPEC_* variables that mean nothing here, each with the closest known name or None."""
     given = [name.removeprefix(PREFIX) for name in sorted(os.environ) if name.startswith(PREFIX)]
-    if all(name.lower() in Early.__slots__ for name in given):  # every command asks: no pydantic for those
+    if all(map(_is_early, given)):  # every command asks: no pydantic for those
         return []
     from .settings_model import Settings
 

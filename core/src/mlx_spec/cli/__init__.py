@@ -19,7 +19,7 @@ import click
 
 from .. import __version__
 from ..errors import FINDINGS, PluginError, RefusedError, SpecError
-from ..settings import early, unknown_variables
+from ..settings import check_variables, early, unknown_variables
 
 log = logging.getLogger("mlx_spec.settings")
 
@@ -40,6 +40,7 @@ COMMANDS = {
     "plugins": ("plugins:command", "List installed plugins, what they serve and what failed to load."),
     "doctor": ("doctor:command", "Check this installation and name the next step for each problem."),
 }
+ASKS_HELP = f"{__name__}.help"
 INTERRUPTED, READER_LEFT = 130, 141
 TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 NO_ARGUMENTS = getattr(click.exceptions, "NoArgsIsHelpError", ())  # older click prints the help and exits
@@ -104,6 +105,7 @@ class SpecGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click's; an unknown command also names the closest one."""
+        ctx.meta[ASKS_HELP] = not set(args[1:]).isdisjoint(ctx.help_option_names)
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -242,6 +244,17 @@ def warn_of_misspelt() -> None:
         log.warning("not read, since no setting is called so: %s; spec doctor lists the settings", ", ".join(told))
 
 
+def refuse_variables(command: str | None) -> None:
+    """UsageError for a variable of ours with a value that means nothing, once and before any work."""
+    if command == "plugins":  # which shows what may be why a kernel is unknown, and asks then
+        check_variables()
+        return
+    from ..kernels import check_kernels
+
+    with suppress(ImportError):  # without mlx no name means anything; what needs it says that
+        check_kernels()
+
+
 @click.group("spec", cls=SpecGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="mlx-spec")
 def cli() -> None:
@@ -251,8 +264,11 @@ def cli() -> None:
     checks the installation.
     """
     configure_logging()
-    if click.get_current_context().invoked_subcommand != "doctor":  # which tells of each in its table
+    ctx = click.get_current_context()
+    if ctx.invoked_subcommand != "doctor":  # which tells of each in its table
         warn_of_misspelt()
+        if not ctx.meta[ASKS_HELP]:
+            refuse_variables(ctx.invoked_subcommand)
 
 
 def main() -> NoReturn:

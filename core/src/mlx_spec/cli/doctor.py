@@ -18,7 +18,7 @@ import click
 from .. import __version__
 from ..cores import cpu_quota, cpuset_cores, usable_cores
 from ..discovery import distribution_version
-from ..errors import SpecError
+from ..errors import SpecError, UsageError
 from ..kernels import Candidate
 from ..speed import MEBIBYTES, LayerTime
 from ..speed import ROWS as SPEED_ROWS
@@ -67,7 +67,10 @@ def command(ctx: click.Context, as_json: bool) -> None:
 
 
 def run_checks() -> list[Check]:
-    """All checks, in the order they are shown; one that breaks becomes an error of its own."""
+    """All checks, in the order they are shown; one that breaks becomes an error of its own.
+
+    A variable that stands in the way of several is an error of the settings alone.
+    """
     checks: list[Check] = []
     for group in (_system, _mlx, _blas, _kernels, _cost, _libraries, _plugins, _settings):
         checks += _guarded(group)
@@ -79,11 +82,17 @@ def _guarded(group: Callable[[], Iterator[Check]]) -> list[Check]:
     try:
         return list(group())
     except SpecError as error:
-        detail = f"{error.what}: found {error.found}, expected {error.expected}"
-        return [Check(name, "error", detail, error.next_step, error.code)]
+        if isinstance(error, UsageError) and group is not _settings:  # all that is used here are variables
+            return [Check(name, "warn", f"not looked at: see {error.what} under settings")]
+        return [_refused(name, error)]
     except Exception as error:  # the doctor reports, whatever the patient does
         detail = f"{type(error).__name__}: {error}"
         return [Check(name, "error", detail, "Set MLX_SPEC_LOG_LEVEL=debug and run spec doctor again")]
+
+
+def _refused(name: str, error: SpecError) -> Check:
+    detail = f"{error.what}: found {error.found}, expected {error.expected}"
+    return Check(name, "error", detail, error.next_step, error.code)
 
 
 def _system() -> Iterator[Check]:
@@ -285,7 +294,12 @@ def _settings() -> Iterator[Check]:
     for name, close in unknown_variables():
         step = f"Did you mean {close}" if close else f"Unset {name}"
         yield Check("settings", "warn", f"{name} means nothing here", step)
-
+    try:
+        _candidates()
+    except UsageError as error:
+        yield _refused("settings", error)
+    except ImportError:  # without mlx no name of a kernel means anything; the check of mlx says so
+        pass
     yield _cache_folder(settings.cache_dir)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..kernels import check_kernels
 from ..plugins import PluginRecord, get_manager
 from . import SpecGroup
 from .output import on_terminal, print_json, print_table
@@ -23,7 +25,15 @@ def command(ctx: click.Context, as_json: bool) -> None:
     rows = [describe(record) for record in settled_records(ctx)]
     if as_json:
         print_json({"plugins": rows})
+    else:
+        _print(rows)
+    if any(row["errors"] for row in rows):
         return
+    with suppress(ImportError):  # a listing works without mlx
+        check_kernels()  # last, since a name may be unknown for what the listing shows
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
     if on_terminal(sys.stdout):
         print_table(("plugin", "distribution", "status", "serves"), [_narrow(row) for row in rows])
     else:
