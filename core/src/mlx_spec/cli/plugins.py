@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
-    """List installed plugins: version, model_types, drafter kinds, kernels, hooks and load errors."""
+    """List installed plugins: version, model_types, drafter kinds, kernels, hooks and errors.
+
+    Exit 1 when one of them, or a part of it, cannot be used.
+    """
     rows = [describe(record) for record in settled_records(ctx)]
     if as_json:
         print_json({"plugins": rows})
     else:
         _print(rows)
     if any(row["errors"] for row in rows):
-        return
+        ctx.exit(1)
     with suppress(ImportError):  # a listing works without mlx
         check_kernels()  # last, since a name may be unknown for what the listing shows
 
