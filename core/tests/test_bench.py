@@ -206,6 +206,16 @@ def test_a_target_without_a_tokenizer_is_refused(tmp_path):
     assert out.exit_code == 2 and "a target without a tokenizer" in out.stderr
 
 
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_it_is_refused_before_weights_are_read(tmp_path, command, monkeypatch):
+    from mlx_spec import pair as loaded
+
+    folder = write_model(tmp_path / "bare", CONFIG)
+    monkeypatch.setattr(loaded, "load_target", lambda _: pytest.fail("read"))
+    out = CliRunner().invoke(cli, [command, "-m", str(folder), "--draft-kind", "prompt-lookup"])
+    assert out.exit_code == 2 and out.stderr.startswith("error U81: bench: found a target without a tokenizer")
+
+
 @pytest.fixture
 def scripted(target, monkeypatch):
     """Have the command run a pair whose drafter is scripted."""

@@ -88,6 +88,70 @@ def test_no_prompt_ids_are_an_empty_prompt(run, text):
     assert result.exit_code == 2 and "prompt: found " in result.stderr
 
 
+@pytest.fixture
+def unread(monkeypatch) -> None:
+    """Reading weights fails the test."""
+    from mlx_spec import pair as loaded
+
+    monkeypatch.setattr(loaded, "load_target", lambda _: pytest.fail("read"))
+
+
+@pytest.fixture
+def unproven(monkeypatch) -> None:
+    """Probing fails the test."""
+    monkeypatch.setattr("mlx_spec.probe.prove", lambda *_, **__: pytest.fail("probed"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--prompt-ids", f"1,{LLAMA['vocab_size']}"],
+            f"U12: prompt token 1: found {LLAMA['vocab_size']}, expected 0 to",
+        ),
+        (["-p", "red"], "U14: prompt: found text, and a target without a tokenizer, expected token ids."),
+    ],
+)
+def test_a_prompt_the_files_show_to_be_none_is_refused_before_weights_are_read(run, unread, args, message):
+    result = run("--draft-kind", "prompt-lookup", *args)
+    assert result.exit_code == 2 and result.stderr.startswith(f"error {message}"), result.stderr
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_vocabulary_of_the_text_model_counts(run, unread, tmp_path, nested):
+    config = {"model_type": "llama", "vocab_size": 90} if not nested else {"text_config": {"vocab_size": 90}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 500} | config))
+    result = run("--prompt-ids", "90", model=tmp_path)
+    assert result.stderr.startswith("error U12: prompt token 0: found 90, expected 0 to 89."), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompt-ids", "339"], "U12: prompt token 0: found 339, expected 0 to "),  # a row without a token
+        (["--prompt-ids", ",".join(["1"] * 5000)], "U13: prompt length: found 5000 tokens, expected at most "),
+        (["-p", "red " * 5000], "U13: prompt length: found "),
+    ],
+)
+def test_a_prompt_the_target_cannot_serve_is_refused_before_the_probe(run, spelled, unproven, args, message):
+    result = run("--draft-kind", "prompt-lookup", *args, model=spelled)
+    assert result.exit_code == 2 and result.stderr.startswith(f"error {message}"), result.stderr
+
+
+def test_stops_without_a_tokenizer_are_refused_before_the_probe(run, unproven):
+    result = run("--draft-kind", "prompt-lookup", "--prompt-ids", "1", "--stop", "x")
+    assert result.exit_code == 2 and result.stderr.startswith("error U36: stop: "), result.stderr
+
+
+def test_a_check_sees_the_pair_before_the_probe(target, unproven):
+    def check(pair):
+        assert pair.plan.exactness is None and pair.drafter is not None
+        raise UsageError("this pair", found="it", expected="another", next_step="Take one")
+
+    with pytest.raises(UsageError, match="^this pair"):
+        load(str(target), kind="prompt-lookup", check=check)
+
+
 # -- who said it -----------------------------------------------------------------------------------------
 
 ABSENT = "/no/such/drafter"

@@ -67,6 +67,15 @@ def test_what_the_runs_say_of_the_gain(ratios, governor, words):
     assert words in verdict(ratios, governor)
 
 
+def test_a_prompt_for_a_target_without_a_tokenizer_is_refused_unread(folders, monkeypatch):
+    """It was measured on ids of its own before, and said nothing."""
+    from mlx_spec import pair as loaded
+
+    monkeypatch.setattr(loaded, "load_target", lambda _: pytest.fail("read"))
+    result = spec_pair(folders, "target", "-p", "red")
+    assert result.exit_code == 2 and result.stderr.startswith("error U14: prompt: found text, and a target without")
+
+
 def test_findings_only(folders):
     said = json.loads(spec_pair(folders, "target", "--json", "--no-measure").stdout)
     assert said["gain"] is None and said["plan"]["exactness"]["level"] == "bitwise"

@@ -19,14 +19,19 @@ def encode(pair: Pair, prompt: str | Sequence[int]) -> list[int]:
     if not isinstance(prompt, str):
         return prompt_ids(prompt)  # type: ignore[return-value]  # Engine.submit checks every one
     if pair.tokenizer is None:
-        raise UsageError(
-            "prompt",
-            found="text, and a target without a tokenizer",
-            expected="token ids",
-            next_step="Pass ids (--prompt-ids), or add tokenizer.json to the target's directory",
-            code="U14",
-        )
+        raise no_tokenizer()
     return pair.tokenizer.encode(prompt)
+
+
+def no_tokenizer() -> UsageError:
+    """The refusal of text for a target that has no tokenizer."""
+    return UsageError(
+        "prompt",
+        found="text, and a target without a tokenizer",
+        expected="token ids",
+        next_step="Pass ids (--prompt-ids), or add tokenizer.json to the target's directory",
+        code="U14",
+    )
 
 
 def _request(

@@ -146,6 +146,7 @@ def load(
     prefill_step: int | None = None,
     dtype: str | None = None,
     options: Mapping[str, object] | None = None,
+    check: Callable[[Pair], object] | None = None,
     tick: Callable[[str], None] | None = None,
 ) -> Pair:
     """Load a target and, when asked for, its drafter; validate, choose a width, prove exactness.
@@ -161,6 +162,7 @@ def load(
         probe: False skips the exactness probe; the pair then runs as "unproven".
         kv_bits: 4 or 8 for a quantised K/V state, None for the model's dtype.
         dtype: "float32", "bfloat16" or "float16" casts unquantised weights after loading.
+        check: called with the loaded pair before the probe, which takes long; what it raises is raised here.
         tick: told what is going on while the probe runs, which takes longer the wider the block.
 
     Raises:
@@ -168,12 +170,8 @@ def load(
     """
     check_values(block_size, block_size_from, dtype, exactness, kv_bits, kv_group_size, prefill_step)
     check_kind(drafter, kind, name_from=drafter_from, kind_from=kind_from)
-    plan = Plan(
-        exactness_asked=exactness,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        prefill_step=prefill_step or get_settings().prefill_step,
-    )
+    plan = Plan(exactness_asked=exactness, kv_bits=kv_bits, kv_group_size=kv_group_size)
+    plan.prefill_step = prefill_step or get_settings().prefill_step
     device = Device()
 
     def choose(ref: ModelRef) -> DrafterChoice | None:
@@ -184,6 +182,8 @@ def load(
         pair = _load(device, plan, target, choose, dtype)
         if drafter is None and kind is None and (idle := idle_head(pair.target_ref)):
             plan.notes.append(idle)
+        if check is not None:
+            check(pair)
         _choose_width(pair, block_size, block_size_from)
         _prove(pair, probe, tick)
         log.info("%s", plan.line())

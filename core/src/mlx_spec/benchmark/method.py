@@ -136,13 +136,7 @@ def prepare(pair: Pair, plan: BenchPlan) -> list[Trial]:
 def encode(pair: Pair, text: str, plan: BenchPlan) -> list[int]:
     """Token ids of one prompt, checked against the context."""
     if pair.tokenizer is None:
-        raise UsageError(
-            "bench",
-            found="a target without a tokenizer",
-            expected="one, since the workloads are texts",
-            next_step="Add tokenizer.json to the target's directory",
-            code="U81",
-        )
+        raise _no_tokenizer()
     ids = pair.tokenizer.prompt(text, template=plan.template).ids
     room = pair.target.context - len(ids)
     if room < plan.max_tokens:
@@ -154,6 +148,25 @@ def encode(pair: Pair, text: str, plan: BenchPlan) -> list[int]:
             code="U82",
         )
     return ids
+
+
+def need_tokenizer(target: str) -> None:
+    """UsageError for a model without a tokenizer, from its files."""
+    from ..loading import open_ref
+    from ..tokenizer import lacking
+
+    if lacking(open_ref(target).path):
+        raise _no_tokenizer()
+
+
+def _no_tokenizer() -> UsageError:
+    return UsageError(
+        "bench",
+        found="a target without a tokenizer",
+        expected="one, since the workloads are texts",
+        next_step="Add tokenizer.json to the target's directory",
+        code="U81",
+    )
 
 
 def warm_up(pair: Pair, plan: BenchPlan, tick: Callable[[str], None]) -> WarmUp:

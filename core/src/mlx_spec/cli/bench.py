@@ -135,6 +135,7 @@ def run(plan: BenchPlan, values: dict[str, Any], chosen: PairOptions) -> dict[st
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join(["spec", *sys.argv[1:]]),
     }
+    method.need_tokenizer(chosen.target)
     began = time.perf_counter()
     with progress("loading") as steps:
         pair = load_pair(values, chosen, steps)

@@ -74,19 +74,27 @@ def command(**values: Any) -> None:
     if chosen.demo and text == DEMO_PROMPT:
         note(f"no prompt given: continuing\n{DEMO_PROMPT}")
     refuse_early(chosen, values, text)
+    adaptive = not values["fixed"] and chosen.adaptive is not False
+    made: list[tuple[Request, str]] = []
+
+    def check(pair: Pair) -> None:
+        """Refuse what this target cannot serve, before the probe."""
+        from ..intake import check_request
+
+        prompt, said = encode_prompt(pair, values, text)
+        made.append((check_request(_request(prompt, sampling, values, adaptive), pair), said))
+
     with progress("loading and probing") as steps:
-        pair = load_pair(values, chosen, steps)
-    note(pair.plan.line())
-    for line in pair.plan.notes:
-        note(f"note: {line}")
-    prompt = encode_prompt(pair, values, text)
+        pair = load_pair(values, chosen, steps, check)
+    ((request, said),) = made
+    prompt = list(request.prompt)
+    for line in [pair.plan.line(), *(f"note: {told}" for told in (*pair.plan.notes, said) if told)]:
+        note(line)
     if values["profile"]:
         from ..diagnostics import force_profiling
 
         force_profiling()
-    adaptive = not values["fixed"] and chosen.adaptive is not False
     compare = values["compare"] if values["compare"] is not None else chosen.demo is not None
-    request = _request(prompt, sampling, values, adaptive)
     if compare:
         _warm_up(pair, prompt)
     result = _run(pair, request, values["as_json"])
@@ -159,15 +167,23 @@ def _parse_ids(text: str) -> list[int]:
 
 
 def refuse_early(chosen: PairOptions, values: dict[str, Any], prompt: str | list[int]) -> None:
-    """UsageError for a prompt that stands for an image, say, before the weights are loaded in vain.
+    """UsageError for a prompt that the target's files show to be none, before weights are loaded.
 
-    Only checkpoints that serve media besides text are asked; for others the tokenizer is read once, with the weights.
+    Only checkpoints that serve media besides text are asked about it; for others the tokenizer is read once, with the
+    weights.
     """
+    from ..api import no_tokenizer
+    from ..heads import text_section
+    from ..intake import check_prompt
     from ..loading import open_ref
     from ..plugins import get_manager
-    from ..tokenizer import load_tokenizer
+    from ..tokenizer import lacking, load_tokenizer
 
     ref = open_ref(chosen.target)
+    if isinstance(prompt, str) and lacking(ref.path):
+        raise no_tokenizer()
+    if not isinstance(prompt, str) and isinstance(vocab_size := text_section(ref.config).get("vocab_size"), int):
+        check_prompt(prompt, vocab_size, len(prompt) + 1)  # how long it may be is the target's to say
     if not any(re.match(r"(vision|image|video|audio)_(config|token)", key) and ref.config[key] for key in ref.config):
         return
     owner = get_manager().registry.target_owner(ref.model_type)
@@ -180,16 +196,14 @@ def refuse_early(chosen: PairOptions, values: dict[str, Any], prompt: str | list
         get_manager().owner_call("spec_check_prompt", owner)(ref=ref, config=ref.config, tokens=prompt)
 
 
-def encode_prompt(pair: Pair, values: dict[str, Any], prompt: str | list[int]) -> list[int]:
-    """Token ids of the prompt, through the chat template unless it is turned off."""
+def encode_prompt(pair: Pair, values: dict[str, Any], prompt: str | list[int]) -> tuple[list[int], str]:
+    """Token ids of the prompt, through the chat template unless it is turned off, and what to say of them."""
     from ..api import encode
 
     if not isinstance(prompt, str) or pair.tokenizer is None:
-        return encode(pair, prompt)
+        return encode(pair, prompt), ""
     made = pair.tokenizer.prompt(prompt, template=not values.get("no_chat_template"))
-    if made.note:
-        note(f"note: {made.note}")
-    return made.ids
+    return made.ids, made.note
 
 
 def _sampling(values: dict[str, Any], chosen: PairOptions) -> Sampling:

@@ -117,8 +117,16 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
-def load_pair(values: dict[str, Any], chosen: PairOptions | None = None, steps: Steps | None = None) -> Pair:
-    """The pair these options ask for; what was found about it is told, a reason to refuse it raised."""
+def load_pair(
+    values: dict[str, Any],
+    chosen: PairOptions | None = None,
+    steps: Steps | None = None,
+    check: Callable[[Pair], object] | None = None,
+) -> Pair:
+    """The pair these options ask for; what was found about it is told, a reason to refuse it raised.
+
+    check: as in `pair.load`.
+    """
     from ..pair import load
     from ..settings import get_settings
 
@@ -140,6 +148,7 @@ def load_pair(values: dict[str, Any], chosen: PairOptions | None = None, steps: 
             prefill_step=values.get("prefill_step"),
             dtype=values.get("dtype"),
             options=chosen.options,
+            check=check,
             tick=steps.describe if steps is not None else None,
         )
     except PairError as refused:

@@ -33,6 +33,8 @@ TURNS, LONG = 3, 10.0  # runs of each kind, and seconds after which no further t
 def command(prompt: str | None, no_measure: bool, as_json: bool, **values: Any) -> None:
     """Check a target and a drafter: findings, probe verdict, and the gain measured on a short reply."""
     chosen = read_pair_options(values)
+    if prompt is not None:
+        need_tokenizer(chosen.target)
     try:
         with progress("loading and probing") as steps:
             pair = load_pair(values, chosen, steps)
@@ -49,6 +51,16 @@ def command(prompt: str | None, no_measure: bool, as_json: bool, **values: Any) 
         print_json({"plan": asdict(pair.plan), "drafter": card, "gain": gain})
         return
     print_table(("", ""), _rows(pair, gain) if pair.drafter is not None else _alone(pair))
+
+
+def need_tokenizer(target: str) -> None:
+    """UsageError for a prompt that a model has no tokenizer for, from its files."""
+    from ..api import no_tokenizer
+    from ..loading import open_ref
+    from ..tokenizer import lacking
+
+    if lacking(open_ref(target).path):
+        raise no_tokenizer()
 
 
 def measure_gain(pair: Pair, prompt: str | None, tick: Callable[[str], None]) -> dict[str, Any]:

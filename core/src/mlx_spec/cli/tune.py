@@ -67,6 +67,7 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
     wins, an earlier choice is removed if it loses, and kept if these runs do not decide about it. --draft-block-size is
     the widest L tried.
     """
+    from ..benchmark.method import need_tokenizer
     from ..benchmark.report import open_folder
 
     folder = open_folder(out) if out is not None else None
@@ -77,6 +78,7 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
         with progress("loading") as steps:
             forget(load_pair({**values, "no_probe": True}, chosen, steps))
         return
+    need_tokenizer(chosen.target)
     with progress("loading and probing") as steps:
         pair = load_pair(values, chosen, steps)
     doc = run(pair, values, chosen)
