@@ -198,6 +198,16 @@ def test_the_message_has_one_shape():
     assert refused.code == "P22" and refused.findings == [finding, note] and "context" not in str(refused)
 
 
+@pytest.mark.parametrize(
+    ("found", "shown"), [("", "''"), (" ", "' '"), ("\n", "'\\n'"), (0, "0"), ([], "[]"), ("x", "x")]
+)
+def test_a_value_of_which_nothing_is_seen_is_quoted(found, shown):
+    import mlx_spec
+
+    error = mlx_spec.LoadError("x", found=found, expected="y", next_step="")
+    assert str(error) == f"x: found {shown}, expected y."
+
+
 def test_every_class_has_a_default_code_in_the_table():
     from mlx_spec import errors
 

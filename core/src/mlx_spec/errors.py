@@ -37,10 +37,17 @@ def shorten(text: str, limit: int = 80) -> str:
     return f"{text[: limit // 2]}... ({len(text)} characters) ...{text[-(limit // 8) :]}"
 
 
+def visible(text: str) -> str:
+    """`text`, in quotes when there is nothing to see of it."""
+    return text if text.strip() else repr(text)
+
+
 def message(what: str, found: object, expected: object, next_step: str) -> str:
     """The one sentence shape of every error: what, found, expected, next step; huge values are cut."""
     step = next_step if not next_step or next_step.endswith((".", "!", "?")) else next_step + "."
-    text = f"{shorten(what, LONGEST)}: found {shorten(str(found), LONGEST)}, expected {expected}. {step}".rstrip()
+    text = (
+        f"{shorten(what, LONGEST)}: found {shorten(visible(str(found)), LONGEST)}, expected {expected}. {step}".rstrip()
+    )
     return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)  # names in files may hold what moves a cursor
 
 

@@ -186,7 +186,7 @@ def check_kind(
     if kind != FULL_MODEL and registry.kind_owner(kind) is not None and name is not None:
         raise UsageError(
             name_from,
-            found=f"{name} together with {kind_from} {kind}",
+            found=f"{name or repr(name)} together with {kind_from} {kind}",
             expected="no drafter directory, since this kind has no weights",
             next_step="Drop one of the two",
             code="U21",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-from ..errors import UsageError
+from ..errors import UsageError, visible
 from ..promptfile import read_prompt_file, why_not
 
 NAMES = ("code", "chat", "json", "prose", "lookup")
@@ -67,7 +67,7 @@ def _read(path: str) -> str:
 
 def _refuse(path: str, found: str) -> UsageError:
     return UsageError(
-        f"--prompt-file {path}",
+        f"--prompt-file {visible(path)}",
         found=found,
         expected="a readable UTF-8 text file that is not empty",
         next_step="Check the path and the encoding",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import RefusedError, UsageError, shorten
+from ..errors import RefusedError, UsageError, shorten, visible
 from .options import PairOptions, load_pair, pair_options, read_pair_options
 from .output import note, print_json, progress
 from .values import NUMBER, WHOLE, Whole
@@ -137,7 +137,7 @@ def _read_text(name: str | None) -> str:
         return read_standard_input() if name is None else read_prompt_file(name)
     except (OSError, ValueError) as exc:
         raise UsageError(
-            "prompt on standard input" if name is None else f"--prompt-file {name}",
+            "prompt on standard input" if name is None else f"--prompt-file {visible(name)}",
             found=why_not(exc),
             expected="readable UTF-8 text",
             next_step="Check the encoding" if name is None else "Check the path and the encoding",
