@@ -113,3 +113,11 @@ def test_a_level_can_be_demanded(level, passes):
         with pytest.raises(ExactnessError, match=f"expected at least {asked}") as refused:
             plan.demand(asked)
         assert refused.value.code == "X01" and "(for a reason)" in str(refused.value)
+
+
+@pytest.mark.parametrize("level", ["unproven", "", "perfect"])
+def test_no_verdict_is_no_level_to_demand(level):
+    for active in (False, True):
+        with pytest.raises(mlx_spec.UsageError, match=r"expected bitwise \| greedy \| distribution \| lossy") as refused:
+            Plan(active=active).demand(level)
+        assert refused.value.code == "U42"

@@ -223,6 +223,13 @@ def test_drafting_options_are_checked_before_a_model_is_looked_for(command, args
         ({"prefill_step": -1}, "U50"),
         ({"prefill_step": 0}, "U50"),
         ({"prefill_step": 5.0}, "U50"),
+        ({"exactness": "unproven"}, "U42"),
+        ({"options": 5}, "U50"),
+        ({"options": ""}, "U50"),
+        ({"options": [("min_n", 2)]}, "U50"),
+        ({"probe": "no"}, "U50"),
+        ({"tick": 5}, "U50"),
+        ({"check": 5}, "U50"),
     ],
 )
 def test_what_is_asked_of_a_load_is_checked_before_a_model_is_looked_for(given, code):
@@ -237,6 +244,30 @@ def test_a_kernel_nobody_brings_is_refused_before_a_model_is_looked_for(monkeypa
     with pytest.raises(UsageError, match="^MLX_SPEC_KERNELS: found foo, expected on") as refused:
         load("/no/such/target")
     assert refused.value.code == "U05"
+
+
+def test_an_argument_of_another_type_is_told_with_its_type():
+    with pytest.raises(UsageError) as refused:
+        load("/no/such/target", options=5)
+    want = "options: found int 5, expected a mapping of drafting options by name. Correct it, or leave it out."
+    assert str(refused.value) == want
+
+
+@pytest.mark.parametrize("name", ["dtype", "exactness"])
+def test_an_empty_value_is_quoted(name):
+    with pytest.raises(UsageError, match=f"^--{name}: found '', expected "):
+        load("/no/such/target", **{name: ""})
+
+
+def test_an_empty_drafter_beside_a_kind_without_one_is_quoted(run):
+    result = run("--prompt-ids", "1", "--draft-model", "", "--draft-kind", "prompt-lookup")
+    assert result.stderr.startswith("error U21: --draft-model: found '' together with --draft-kind prompt-lookup, ")
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_an_empty_name_of_a_prompt_file_is_quoted(command):
+    result = CliRunner().invoke(cli, [command, "-m", "x", "--prompt-file", ""])
+    assert result.exit_code == 2 and ": --prompt-file '': found " in result.stderr, result.stderr
 
 
 def test_a_block_size_of_a_load_is_named_as_its_argument():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .errors import UsageError
 from .kernels import check_kernels
-from .types import LEVELS
 from .values import as_integer, shown
 from .width import check_block_size, resolve_block_size
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .loading import DrafterChoice
 
 DTYPES = ("float32", "bfloat16", "float16")
+ASKED_LEVELS = ("bitwise", "greedy", "distribution", "lossy")  # unproven is what a pair is without a verdict
 
 
 def check_values(
@@ -32,14 +33,7 @@ def check_values(
         raise UsageError(
             "--dtype", found=dtype, expected=" | ".join(DTYPES), next_step="Choose one of these", code="U25"
         )
-    if exactness not in LEVELS:
-        raise UsageError(
-            "--exactness",
-            found=exactness,
-            expected="bitwise | greedy | distribution | lossy",
-            next_step="Choose one of these",
-            code="U42",
-        )
+    check_level(exactness)
     if prefill_step is not None and (as_integer(prefill_step) or 0) < 1:
         raise UsageError(
             "prefill_step",
@@ -53,6 +47,37 @@ def check_values(
 
         check_quantisation(kv_bits, kv_group)
     check_kernels()
+
+
+def check_level(exactness: str) -> None:
+    """UsageError for a level of exactness that cannot be asked for."""
+    if exactness not in ASKED_LEVELS:
+        raise UsageError(
+            "--exactness",
+            found=exactness,
+            expected=" | ".join(ASKED_LEVELS),
+            next_step="Choose one of these",
+            code="U42",
+        )
+
+
+def check_arguments(options: object, probe: object, **functions: object) -> None:
+    """UsageError for an argument of a load that is of the wrong type; `functions` may be None."""
+    fitting = {
+        "options": (options, options is None or isinstance(options, Mapping), "a mapping of drafting options by name"),
+        "probe": (probe, isinstance(probe, bool), "True or False"),
+    }
+    for name, function in functions.items():
+        fitting[name] = (function, function is None or callable(function), "a function")
+    for name, (value, fits, expected) in fitting.items():
+        if not fits:
+            raise UsageError(
+                name,
+                found=f"{type(value).__name__} {shown(value)}",
+                expected=expected,
+                next_step="Correct it, or leave it out",
+                code="U50",
+            )
 
 
 def check_width(choice: DrafterChoice | None, block_size: int | None, block_size_from: str) -> DrafterChoice | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .asked import check_values, check_width
+from .asked import check_arguments, check_level, check_values, check_width
 from .device import Device
 from .errors import FINDINGS, ExactnessError, Finding, LoadError, UsageError
 from .kernels import KernelUse, use_kernels
@@ -73,6 +73,7 @@ class Plan:
 
     def demand(self, level: Level) -> None:
         """Raise ExactnessError unless replies are proven at least this exact; plain decoding always is."""
+        check_level(level)
         if not self.active or LEVELS.index(self.level) >= LEVELS.index(level):
             return
         raise ExactnessError(
@@ -168,11 +169,11 @@ def load(
     Raises:
         LoadError, PairError, UsageError: each with what was found, expected and the next step.
     """
+    check_arguments(options, probe, check=check, tick=tick)
     check_values(block_size, block_size_from, dtype, exactness, kv_bits, kv_group_size, prefill_step)
     check_kind(drafter, kind, name_from=drafter_from, kind_from=kind_from)
-    plan = Plan(exactness_asked=exactness, kv_bits=kv_bits, kv_group_size=kv_group_size)
-    plan.prefill_step = prefill_step or get_settings().prefill_step
-    device = Device()
+    device, step = Device(), prefill_step or get_settings().prefill_step
+    plan = Plan(exactness_asked=exactness, kv_bits=kv_bits, kv_group_size=kv_group_size, prefill_step=step)
 
     def choose(ref: ModelRef) -> DrafterChoice | None:
         found = choose_drafter(drafter, kind, options or {}, ref, name_from=drafter_from, kind_from=kind_from)
