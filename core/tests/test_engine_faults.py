@@ -9,6 +9,7 @@ import pytest
 from pairs import make_pair, mlx_lm_greedy, tiny_target
 
 from mlx_spec.engine import Engine, Handle
+from mlx_spec.errors import LoadError
 from mlx_spec.request import Request
 from mlx_spec.sampling import Sampling
 from mlx_spec.testing.drafters import ScriptedDrafter, flaky
@@ -94,6 +95,7 @@ def test_a_row_whose_logits_fail_leaves_alone(drafts, request):
     handles = [submit(engine, n) for n in LENGTHS]
     engine.run()
     assert handles[0].outcome.finish_reason == "error" and "NaN" in handles[0].outcome.error
+    assert handles[0].outcome.error_code == handles[0].outcome.as_dict()["error_code"] == "R12"
     assert told(handles[0]) == want[0][: FAILS_AT - LENGTHS[0]]
     for handle, reply in zip(handles[1:], want[1:], strict=True):
         assert told(handle) == reply
@@ -117,6 +119,7 @@ def test_a_processor_that_raises_ends_its_own_request(drafts, after):
     engine.run()
     assert handles[0].result().finish_reason == "error"
     assert "processor: found LookupError: scripted" in handles[0].outcome.error
+    assert handles[0].outcome.error_code == "R13"
     assert told(handles[0]) == truth(LENGTHS[0])[:after]
     others_are_whole(handles)
 
@@ -151,7 +154,7 @@ def test_the_engine_outlives_a_target_that_raises(monkeypatch, where, drafts):
     failed = [h for h in handles if h.outcome.finish_reason == "error"]
     assert len(failed) == (1 if where == "prefill" else 3)
     for handle in failed:
-        assert handle.outcome.error == "OSError: scripted"
+        assert (handle.outcome.error, handle.outcome.error_code) == ("OSError: scripted", "")
         shown = told(handle)
         assert shown == want[handles.index(handle)][: len(shown)]
         for read in (handle.result, lambda h=handle: list(h)):
@@ -160,6 +163,17 @@ def test_the_engine_outlives_a_target_that_raises(monkeypatch, where, drafts):
     for handle, reply in zip(handles, want, strict=True):
         assert handle in failed or told(handle) == reply
     assert [submit(engine, n).result().token_ids for n in LENGTHS] == want
+
+
+def test_an_error_for_users_keeps_its_code(monkeypatch):
+    def make_states(self, *args):
+        raise LoadError("state", found="none", expected="one", next_step="Make one", code="L30")
+
+    engine = engine_for(False)
+    monkeypatch.setattr(type(engine.pair.target), "make_states", make_states)
+    handle = submit(engine, LENGTHS[0])
+    assert handle.result().error_code == "L30" and "error_code" in handle.outcome.as_dict()
+    assert [event.error_code for event in handle] == ["L30"]
 
 
 def test_a_row_that_cannot_be_made_does_not_stop_the_queue(monkeypatch):

@@ -623,6 +623,24 @@ def test_what_was_asked_for_is_what_drafts(run, target, flags, method, block, la
         assert counted["draft_n_accepted"] == counted["draft_n"] and len(told["proposed_by_position"]) == block - 1
 
 
+@pytest.mark.parametrize("how", ["none", "prompt-lookup"])
+def test_a_reply_that_fails_says_its_code_in_the_object(run, monkeypatch, how):
+    import mlx.core as mx
+
+    from mlx_spec.generic_target import GenericTarget
+    from mlx_spec.types import Verification
+
+    def forward(self, tokens, states, taps=()):
+        return Verification(mx.full((*tokens.shape, self.vocab_size), mx.nan))
+
+    monkeypatch.setattr(GenericTarget, "forward", forward)
+    result = run("--prompt-ids", "1,2", "--json", "--no-probe", "--draft-kind", how)
+    told = json.loads(result.stdout)
+    assert (told["finish_reason"], told["error_code"]) == ("error", "R12")
+    assert told["error"].startswith("target logits: found NaN") and result.exit_code == 1
+    assert "error R10: reply: found target logits: found NaN" in result.stderr
+
+
 # -- why there are no drafts (report 187) ----------------------------------------------------------------
 
 

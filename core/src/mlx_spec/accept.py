@@ -31,7 +31,7 @@ Logprob = tuple[int, float, list[tuple[int, float]]]  # token id, its logprob, (
 
 _BAD_Q, _BAD_LOGITS = 1, 2
 _NO_HISTORY = History(())
-_NOT_FINITE = message(
+NOT_FINITE = message(
     "target logits",
     "NaN, infinity or no possible token",
     "finite numbers",
@@ -157,7 +157,7 @@ class GreedyStep:
         """Wait for the device once and unpack."""
         mx.eval(self.ids, self.check)
         found = zip(self.ids.tolist(), self.check.tolist(), strict=True)
-        return [RowResult([t], 0) if isfinite(c) else RowResult([], 0, error=_NOT_FINITE) for t, c in found]
+        return [RowResult([t], 0) if isfinite(c) else RowResult([], 0, error=NOT_FINITE) for t, c in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class GreedyBlock:
             accepted = 0
             while accepted < count and ids[accepted] == drafts[accepted] and isfinite(check[accepted]):
                 accepted += 1
-            error = "" if isfinite(check[accepted]) else _NOT_FINITE
+            error = "" if isfinite(check[accepted]) else NOT_FINITE
             tokens = ids[:accepted] if error else ids[: accepted + 1]
             drafted = drafts[:count]
             results.append(RowResult(tokens, accepted, drafted, _outside(drafted, vocab), error))
@@ -368,7 +368,7 @@ def _unpack_row(values: Sequence[int], b: int, layout: Layout) -> RowResult:
     drafted = list(values[width + 2 : width + 2 + layout.counts[b]])
     error = ""
     if flags & _BAD_LOGITS:
-        error = layout.errors[b] or _NOT_FINITE
+        error = layout.errors[b] or NOT_FINITE
     emitted = list(values[: accepted if error else accepted + 1])
     fault = _outside(drafted, layout.vocab)
     if not fault and flags & _BAD_Q:

@@ -202,6 +202,8 @@ CODES = _table(
     ("R02", "A drafter's state that has no form in a file", "choose", "draft_state"),
     ("R10", "A reply that ended in an error", "report", "cli/generate"),
     ("R11", "An output that takes no more", "output", "cli/__init__"),
+    ("R12", "Logits of which no token can be chosen", "files", "emit"),
+    ("R13", "A logits processor that failed, or returned no logits", "author", "emit"),
     ("R30", "A benchmark that is void, or whose arms reply differently", "report", "cli/bench cli/tune"),
     ("R31", "A benchmark of drafting on a pair that does not draft", "choose", "cli/bench cli/tune"),
     ("R40", "A disk without room for what is written", "output", "benchmark/report conversion/refusals"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .accept import NOT_FINITE
 from .cutting import cut
 from .request import Event, TokenLogprob
 
@@ -46,6 +47,7 @@ def cut_row(row: Row, result: RowResult) -> Kept:
         reason = "length"
     if not reason and result.error:  # as plain decoding would: what stands before the failing position is there
         reason, row.error = "error", result.error
+        row.error_code = "R12" if result.error == NOT_FINITE else "R13"
     if reason:
         row.finish_reason = reason
     return Kept(tokens, result.logprobs, text)
@@ -62,7 +64,7 @@ def tell_row(row: Row, kept: Kept) -> Event:
     row.reply_text += text
     row.told += len(kept.tokens)
     logprobs = _logprobs(row, kept)
-    return Event(row.request.id, list(kept.tokens), text, row.finish_reason, logprobs, row.error)
+    return Event(row.request.id, list(kept.tokens), text, row.finish_reason, logprobs, row.error, row.error_code)
 
 
 def _flush(row: Row) -> str:

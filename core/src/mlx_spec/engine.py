@@ -274,6 +274,7 @@ class Engine:
     def _fail(self, handle: Handle, row: Row, exc: BaseException) -> None:
         """End a request with an error; what is no message for users reaches its caller as it is."""
         row.error = str(exc) if isinstance(exc, SpecError) else f"{type(exc).__name__}: {exc}"
+        row.error_code = exc.code if isinstance(exc, SpecError) else ""
         if isinstance(exc, Exception) and not isinstance(exc, SpecError):
             log.debug("request %d failed", row.request.id, exc_info=exc)
             handle.fault = exc

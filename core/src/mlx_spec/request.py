@@ -107,7 +107,8 @@ class Event:
     """What leaves the engine after a commit.
 
     `text` is ready to show; it may lag `token_ids` while a stop string or a UTF-8 sequence is open.
-    `finish_reason` is "" until the last event: "stop", "length", "error" or "cancelled".
+    `finish_reason` is "" until the last event: "stop", "length", "error" or "cancelled". `error_code` is that of
+    docs/errors.md, "" for an exception without a message for users.
     """
 
     request_id: int
@@ -116,6 +117,7 @@ class Event:
     finish_reason: str = ""
     logprobs: list[TokenLogprob] | None = None
     error: str = ""
+    error_code: str = ""
 
 
 @dataclass(slots=True)
@@ -131,6 +133,7 @@ class Result:
     rounds: list[RoundRecord]
     logprobs: list[TokenLogprob] | None = None
     error: str = ""
+    error_code: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The object `spec generate --json` prints (rounds left out)."""
@@ -145,7 +148,7 @@ class Result:
         if self.logprobs is not None:
             out["logprobs"] = [asdict(item) for item in self.logprobs]
         if self.error:
-            out["error"] = self.error
+            out["error"], out["error_code"] = self.error, self.error_code
         return out
 
 
@@ -175,7 +178,7 @@ class Row:
         self.timings = Timings()
         self.report = SpeculationReport(law=request.sampling.law)
         self.finish_reason = ""
-        self.error = ""
+        self.error = self.error_code = ""
         self.submitted = time.perf_counter()
         self.started: float | None = None  # first round began
         self.drafting = governor is not None
@@ -195,7 +198,7 @@ class Row:
     def last_event(self) -> Event:
         """The event that tells the caller how a row ended which emitted nothing at its end."""
         self.announced = True
-        return Event(self.request.id, [], "", self.finish_reason, None, self.error)
+        return Event(self.request.id, [], "", self.finish_reason, None, self.error, self.error_code)
 
     def note_fallback(self, reason: str) -> None:
         """Record once why something did not run as asked."""
@@ -254,4 +257,5 @@ class Row:
             rounds=self.rounds,
             logprobs=self.logprobs,
             error=self.error,
+            error_code=self.error_code,
         )
