@@ -315,6 +315,19 @@ def test_outputs_that_cannot_be(tmp_path, where, code):
     assert (tmp_path / "there" / "mine.txt").read_text() == (tmp_path / "file").read_text() == "keep me"
 
 
+@pytest.mark.parametrize("where", ["other/new", "other/deep/new", "link/new"])
+def test_no_output_goes_inside_another_checkpoint(source, tmp_path, where):
+    """Replacing that one with --overwrite would remove it unasked."""
+    other = write_model(tmp_path / "other", CONFIG)
+    (tmp_path / "link").symlink_to(other)
+    before = sorted(path.name for path in other.iterdir())
+    with pytest.raises(UsageError, match="found a folder inside the checkpoint .*other, expected") as caught:
+        convert(open_ref(str(source)), tmp_path / where, asked())
+    assert caught.value.code == "U69" and sorted(path.name for path in other.iterdir()) == before
+    (other / "model.safetensors").unlink()  # a config.json alone makes no checkpoint
+    assert convert(open_ref(str(source)), tmp_path / where, asked()).files == 1
+
+
 def test_overwrite_replaces_a_checkpoint_only_when_the_new_one_is_complete(source, tmp_path, monkeypatch):
     out = convert(open_ref(str(source)), tmp_path / "out", asked()).out
     old = tensors(out)

@@ -244,6 +244,13 @@ def test_only_a_checkpoint_is_replaced_and_never_the_source(inside, tmp_path):
     assert caught.value.code == "U65" and (folder / inside).exists() and source.exists()
 
 
+def test_no_checkpoint_is_written_inside_another(tmp_path):
+    other = converted(ggufs.make(ggufs.LLAMA, "Q4_0"), tmp_path).out
+    with pytest.raises(UsageError) as caught:
+        convert_gguf(tmp_path / "model.gguf", other / "new")
+    assert caught.value.code == "U69" and not (other / "new").exists()
+
+
 def test_an_empty_folder_is_filled(tmp_path):
     (tmp_path / "out").mkdir()
     assert converted(ggufs.make(ggufs.LLAMA, "Q4_0"), tmp_path).files == 1

@@ -102,6 +102,7 @@ CODES = _table(
     ("U66", "An output folder that is the source, or inside it", "request", "conversion/refusals"),
     ("U67", "Quantisation settings that MLX does not have", "request", "conversion/quantise"),
     ("U68", "A conversion option that does not fit the source", "request", "cli/convert"),
+    ("U69", "An output folder inside another checkpoint", "request", "conversion/refusals"),
     ("U70", "A block size or draft length that is no whole number in range", "request", "width"),
     ("U71", "A block size wider than the drafter can run", "request", "width"),
     ("U72", "A --spec-config that is no JSON object", "request", "spec_config"),

@@ -35,6 +35,17 @@ def inside_source(out: Path, source: Path) -> UsageError:
     )
 
 
+def inside_checkpoint(out: Path, checkpoint: Path) -> UsageError:
+    """The output is a folder in some other checkpoint, which would be replaced and removed with it."""
+    return UsageError(
+        f"folder {out}",
+        found=f"a folder inside the checkpoint {checkpoint}",
+        expected="a folder apart from other checkpoints",
+        next_step="Choose another folder with -o",
+        code="U69",
+    )
+
+
 def unwritable(out: Path, reason: str) -> UsageError:
     """The output cannot be written."""
     return UsageError(

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from ..errors import LoadError
 from ..tensorfiles import read_header
-from .refusals import NO_ROOM, inside_source, no_room, running, taken, unwritable
+from .refusals import NO_ROOM, inside_checkpoint, inside_source, no_room, running, taken, unwritable
 
 PLAN = ".mlx-spec-plan.json"
 UNFINISHED = ".part"
@@ -29,6 +29,7 @@ def check_output(source: Path, out: Path, overwrite: bool | None = None) -> Path
         out, source = out.expanduser().resolve(), source.resolve()
         if out.is_relative_to(source):
             raise inside_source(out, source)
+        refuse_inside_checkpoint(out)
         inside = [out.name] if out.exists() and not out.is_dir() else _names(out)
     except (OSError, RuntimeError) as error:
         raise unwritable(out, getattr(error, "strerror", None) or str(error)) from error
@@ -36,6 +37,17 @@ def check_output(source: Path, out: Path, overwrite: bool | None = None) -> Path
     if inside and not (overwrite and checkpoint):
         raise taken(out, inside, overwrite, checkpoint)
     return out
+
+
+def refuse_inside_checkpoint(out: Path) -> None:
+    """UsageError for an output inside a folder with config.json and weights."""
+    for folder in out.resolve().parents:
+        try:
+            found = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+        except OSError:  # one that cannot be looked into is no checkpoint that anybody loads
+            continue
+        if found:
+            raise inside_checkpoint(out, folder)
 
 
 def _names(folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..conversion.refusals import NO_ROOM, no_room, taken, unwritable
+from ..conversion.staging import refuse_inside_checkpoint
 from ..tensorfiles import unreadable
 from ..tensorwriter import Entry, SafetensorsWriter
 from .blocks import GROUP, TYPES, Affine, Floats, TensorType, pack, type_name
@@ -109,7 +110,8 @@ def convert_gguf(
 
 
 def check_folder(source: Path, out: Path, overwrite: bool) -> None:
-    """UsageError unless `out` is new, empty, or a checkpoint to be replaced that does not hold `source`."""
+    """UsageError unless `out` is new, empty, or a checkpoint to replace; never inside another."""
+    refuse_inside_checkpoint(out)
     if not out.exists():
         return
     inside = sorted(path.name for path in out.iterdir()) if out.is_dir() else [out.name]
