@@ -175,3 +175,22 @@ def test_a_larger_minimum_raises_the_maximum():
 def test_importing_it_does_not_import_mlx():
     code = "import mlx_spec.lookup, sys; raise SystemExit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_both_spellings_of_the_lengths_mean_the_same():
+    for extra in ({"min_n": 2, "max_n": 6}, {"prompt_lookup_min": 2, "prompt_lookup_max": 6}):
+        drafter = PromptLookupDrafter(DrafterCard("prompt-lookup", "", extra=extra))
+        assert (drafter.min_n, drafter.max_n) == (2, 6)
+    with pytest.raises(
+        UsageError, match="prompt_lookup_min and min_n: found 2 and 3, expected one of the two"
+    ) as caught:
+        PromptLookupDrafter(DrafterCard("prompt-lookup", "", extra={"prompt_lookup_min": 2, "min_n": 3}))
+    assert caught.value.code == "U74"
+
+
+@pytest.mark.parametrize("name", ["min_n", "prompt_lookup_min"])
+def test_either_spelling_is_an_option_of_the_kind(name):
+    from mlx_spec.loading import choose_drafter
+
+    choice = choose_drafter(None, "prompt-lookup", {name: 4})
+    assert PromptLookupDrafter(choice.card).min_n == 4

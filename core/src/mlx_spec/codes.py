@@ -107,7 +107,7 @@ CODES = _table(
     ("U71", "A block size wider than the drafter can run", "request", "width"),
     ("U72", "A --spec-config that is no JSON object", "request", "spec_config"),
     ("U73", "An unknown key in --spec-config", "request", "spec_config"),
-    ("U74", "One thing said twice, by two keys or by a key and a flag", "request", "spec_config"),
+    ("U74", "One thing said twice, by two keys or by a key and a flag", "request", "lookup spec_config"),
     ("U75", "Block size and draft length that contradict each other", "request", "spec_config"),
     ("U76", "Match lengths of prompt-lookup that cannot be used", "request", "lookup spec_config"),
     ("U77", "A key of --spec-config with a value of the wrong type or out of range", "request", "spec_config"),

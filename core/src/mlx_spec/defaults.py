@@ -23,7 +23,7 @@ def spec_register(register: Register) -> None:
 
     register.kernel(GATED_DELTA)
     register.drafter("full-model")
-    register.drafter("prompt-lookup", options=("min_n", "max_n"))
+    register.drafter("prompt-lookup", options=("prompt_lookup_min", "prompt_lookup_max", "min_n", "max_n"))
     register.tiny("llama", "mlx_spec.testing.tiny:write_llama")
     register.tiny("gemma3", "mlx_spec.testing.tiny:write_gemma3")
 

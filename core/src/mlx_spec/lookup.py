@@ -151,7 +151,7 @@ class LookupRow:
 class PromptLookupDrafter(Drafter):
     """Point-mass drafts copied from prompt and reply. See the module's docstring.
 
-    card.extra: min_n, max_n (tokens that must and may match).
+    card.extra: prompt_lookup_min, prompt_lookup_max (tokens that must and may match), or min_n, max_n for short.
     """
 
     capabilities = Capabilities(history="none")
@@ -187,9 +187,22 @@ def _rows(lane: Lane) -> list[LookupRow]:
     return lane.draft_state.rows
 
 
+def _either(extra: Any, name: str, short: str, default: int) -> Any:
+    """The value under one of two spellings of a name."""
+    if name in extra and short in extra:
+        raise UsageError(
+            f"{name} and {short}",
+            found=f"{extra[name]!r} and {extra[short]!r}",
+            expected="one of the two, which mean the same",
+            next_step=f"Drop {short}",
+            code="U74",
+        )
+    return extra.get(name, extra.get(short, default))
+
+
 def _lengths(extra: Any) -> tuple[int, int]:
-    low = extra.get("min_n", MIN_N)
-    high = extra.get("max_n", max(MAX_N, low) if type(low) is int else MAX_N)
+    low = _either(extra, "prompt_lookup_min", "min_n", MIN_N)
+    high = _either(extra, "prompt_lookup_max", "max_n", max(MAX_N, low) if type(low) is int else MAX_N)
     for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
         if type(value) is not int or not 1 <= value <= 64:
             raise UsageError(
