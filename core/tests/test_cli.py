@@ -354,7 +354,7 @@ BAD_VARIABLES = {
 
 
 @pytest.mark.parametrize("name", BAD_VARIABLES)
-@pytest.mark.parametrize("command", [*(set(COMMANDS) - {"doctor"}), "greet"])
+@pytest.mark.parametrize("command", [*(name for name in COMMANDS if name != "doctor"), "greet"])
 def test_a_bad_value_of_a_variable_is_told_once_by_every_command(site, monkeypatch, tmp_path, name, command):
     arguments = {
         "inspect": ["M"],
