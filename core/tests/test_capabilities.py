@@ -118,6 +118,8 @@ def test_a_level_can_be_demanded(level, passes):
 @pytest.mark.parametrize("level", ["unproven", "", "perfect"])
 def test_no_verdict_is_no_level_to_demand(level):
     for active in (False, True):
-        with pytest.raises(mlx_spec.UsageError, match=r"expected bitwise \| greedy \| distribution \| lossy") as refused:
+        with pytest.raises(
+            mlx_spec.UsageError, match=r"expected bitwise \| greedy \| distribution \| lossy"
+        ) as refused:
             Plan(active=active).demand(level)
         assert refused.value.code == "U42"
