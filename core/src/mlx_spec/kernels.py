@@ -12,6 +12,7 @@ from .errors import UsageError
 if TYPE_CHECKING:
     from .registry import Kernel, Registry
 
+ROUNDED = "int8"  # MLX_SPEC_ACTIVATIONS, and the end of a kernel's path that rounds
 log = logging.getLogger("mlx_spec.load")
 
 Swap = Callable[[Any], "Any | None"]
@@ -148,6 +149,21 @@ def use_kernels(*models: Any) -> KernelUse:
         use.reason = f"no kernels for {device}"
     log.info("kernels: %s", use.line())
     return use
+
+
+def unrounded(use: KernelUse, *models: Any) -> str:
+    """Why MLX_SPEC_ACTIVATIONS=int8 changes nothing here, "" when it does or was not asked for."""
+    from .settings import get_settings
+
+    if get_settings().activations != ROUNDED:
+        return ""
+    asked = f"MLX_SPEC_ACTIVATIONS={ROUNDED} changes nothing here: found"
+    if not any(path.endswith(ROUNDED) for path in use.layers):
+        return f"{asked} {use.line()}, expected kernels of mlx-spec-cpu"
+    modules = [module for model in models if model is not None for _, module in model.named_modules()]
+    if any(getattr(m, "bits", None) in (4, 8) and getattr(m, "mode", "affine") == "affine" for m in modules):
+        return ""
+    return f"{asked} no affine weights of 4 or 8 bits (spec convert --q-bits 4 makes such)"
 
 
 def swap_modules(root: Any, swap: Swap | None) -> tuple[Any, int]:

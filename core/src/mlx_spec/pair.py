@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .asked import check_arguments, check_level, check_values, check_width
 from .device import Device
 from .errors import FINDINGS, ExactnessError, Finding, LoadError, UsageError
-from .kernels import KernelUse, use_kernels
+from .kernels import KernelUse, unrounded, use_kernels
 from .loading import (
     DRAFTER_FLAG,
     KIND_FLAG,
@@ -216,6 +216,7 @@ def _load(
     _check_experts(loaded)
     pair = Pair(loaded, None, None, plan, target_ref, device=device, greedy=greedy.layers[0])
     _attach_text(pair)
+    networks = [loaded.model]
     if choice is not None:
         pair.drafter = load_drafter(choice, loaded)
         _check_chains(pair.drafter)
@@ -227,7 +228,11 @@ def _load(
             plan.kernels = plan.kernels.merged(use_kernels(whole))
             for name, network in zip(names, whole.layers, strict=True):
                 setattr(pair.drafter, name, network)
+            networks += whole.layers
         pair.drafter_ref, pair.drafter_owner = choice.ref, choice.owner
+    if note := unrounded(plan.kernels, *networks):
+        plan.notes.append(note)
+        log.warning("%s", note)
     return pair
 
 

@@ -77,12 +77,6 @@ static inline vec add_pair(vec sum, const float* x, pair_vec w) {
   return sum;
 }
 
-// sum + x * v in every lane.
-static inline vec add_times(vec sum, const float* x, vec v) {
-  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(v), "m"(*x));
-  return sum;
-}
-
 // The chain of two columns' vectors that is a column's c-th.
 constexpr int lane_of_chain(int64_t c) { return int(c / 2 * 4 + c % 2); }
 

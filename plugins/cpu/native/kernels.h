@@ -33,14 +33,14 @@ struct Soon {
 };
 
 // y[m][n] = sum_k x[m][k] * w[n][k] (+ bias[n]), for n in [first, last).
-// x rows are float, padded with zeros to `padded` and in the order `prepare` gave them, as `prepare_pairs` left them, or as they lie where `direct` says so.
+// x rows are float, padded with zeros to `padded` and in the order `prepare` gave them, as `compact` left them, or as they lie where `direct` says so.
 struct Product {
   Weights w;
   const float* const* x;  // rows
   void* const* y;         // rows
   const void* bias;       // (N,) or null
   int64_t rows, N, K, padded;
-  bool pairs;  // x rows come from `prepare_pairs`
+  bool compact;  // x rows come from `compact`
   Type y_type, bias_type;
   float* scratch;  // `scratch_floats` of them, of the calling thread
   const Soon* soon;  // `soon_count` of them, of which a call fetches the part between two fractions; null for none
@@ -147,11 +147,11 @@ struct Kernels {
   void (*product)(const Product&, int64_t first, int64_t last);
   // One row of activations as floats, zero-padded, in the order the weights are decoded in.
   void (*prepare)(const Weights&, const void* x, Type type, int64_t stride, int64_t K, int64_t padded, float* out);
-  // Whether rows of this type are multiplied two elements at a time.
-  bool (*pairs)(const Weights&, Type type);
-  // One row for that, in the room `prepare` takes but at least 128 floats; false for a row that holds NaN, infinity
+  // Whether rows of this type are multiplied in a form of their own: two elements at a time, or rounded to bytes.
+  bool (*compacts)(const Weights&, Type type);
+  // One row in that form, in the room `prepare` takes but at least 128 floats; false for a row that holds NaN, infinity
   // or values so large that it has to be prepared as floats.
-  bool (*prepare_pairs)(const Weights&, const void* x, int64_t stride, int64_t K, float* out);
+  bool (*compact)(const Weights&, const void* x, Type type, int64_t stride, int64_t K, float* out);
   // Floats that weights (N, K) take once more where those lie in lanes which multiply them faster so; 0 where they do not.
   int64_t (*lane_floats)(const Weights&, int64_t N, int64_t K);
   void (*put_in_lanes)(const Weights&, int64_t N, int64_t K, float* out);
@@ -193,10 +193,11 @@ struct Kernels {
   int multiply_adds_a_round;
 };
 
-const Kernels* avx512bf16_kernels();
-const Kernels* avx512_kernels();
-const Kernels* avx2_kernels();
-const Kernels* neon_kernels();
-const Kernels* portable_kernels();
+// Of an instruction set: exact products, or those of rows rounded to bytes where weights are packed codes of four or eight bits.
+const Kernels* avx512bf16_kernels(bool rounded);
+const Kernels* avx512_kernels(bool rounded);
+const Kernels* avx2_kernels(bool rounded);
+const Kernels* neon_kernels(bool rounded);
+const Kernels* portable_kernels(bool rounded);
 
 }  // namespace spec

@@ -11,11 +11,11 @@ namespace {
 #include "vec_avx2.h"
 #include "table.inl"
 
-const Kernels kernels = table("avx2");
+const Kernels kernels[] = {table<false>("avx2"), table<true>("avx2 int8")};
 }  // namespace
 
-const Kernels* avx2_kernels() { return &kernels; }
+const Kernels* avx2_kernels(bool rounded) { return kernels + rounded; }
 }  // namespace spec
 #else
-const spec::Kernels* spec::avx2_kernels() { return nullptr; }
+const spec::Kernels* spec::avx2_kernels(bool) { return nullptr; }
 #endif

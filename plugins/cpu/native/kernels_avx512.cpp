@@ -11,11 +11,11 @@ namespace {
 #include "vec_avx512.h"
 #include "table.inl"
 
-const Kernels kernels = table("avx512");
+const Kernels kernels[] = {table<false>("avx512"), table<true>("avx512 int8")};
 }  // namespace
 
-const Kernels* avx512_kernels() { return &kernels; }
+const Kernels* avx512_kernels(bool rounded) { return kernels + rounded; }
 }  // namespace spec
 #else
-const spec::Kernels* spec::avx512_kernels() { return nullptr; }
+const spec::Kernels* spec::avx512_kernels(bool) { return nullptr; }
 #endif

@@ -14,11 +14,11 @@ namespace {
 #include "vec_avx512.h"
 #include "table.inl"
 
-const Kernels kernels = table("avx512bf16");
+const Kernels kernels[] = {table<false>("avx512bf16"), table<true>("avx512bf16 int8")};
 }  // namespace
 
-const Kernels* avx512bf16_kernels() { return &kernels; }
+const Kernels* avx512bf16_kernels(bool rounded) { return kernels + rounded; }
 }  // namespace spec
 #else
-const spec::Kernels* spec::avx512bf16_kernels() { return nullptr; }
+const spec::Kernels* spec::avx512bf16_kernels(bool) { return nullptr; }
 #endif

@@ -11,11 +11,11 @@ namespace {
 #include "vec_neon.h"
 #include "table.inl"
 
-const Kernels kernels = table("neon");
+const Kernels kernels[] = {table<false>("neon"), table<true>("neon int8")};
 }  // namespace
 
-const Kernels* neon_kernels() { return &kernels; }
+const Kernels* neon_kernels(bool rounded) { return kernels + rounded; }
 }  // namespace spec
 #else
-const spec::Kernels* spec::neon_kernels() { return nullptr; }
+const spec::Kernels* spec::neon_kernels(bool) { return nullptr; }
 #endif

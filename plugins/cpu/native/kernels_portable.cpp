@@ -10,8 +10,8 @@ namespace {
 #include "vec_plain.h"
 #include "table.inl"
 
-const Kernels kernels = table("portable");
+const Kernels kernels[] = {table<false>("portable"), table<true>("portable int8")};
 }  // namespace
 
-const Kernels* portable_kernels() { return &kernels; }
+const Kernels* portable_kernels(bool rounded) { return kernels + rounded; }
 }  // namespace spec

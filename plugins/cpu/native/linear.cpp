@@ -23,7 +23,7 @@ bool runs(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (!strcmp(name, "avx512bf16")) {
-    return runs("avx512") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
+    return runs("avx512") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni") && __builtin_cpu_supports("avx512vnni");
   }
   if (!strcmp(name, "avx512")) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -37,10 +37,10 @@ bool runs(const char* name) {
 }
 
 // Best first.
-std::vector<const Kernels*> available() {
+std::vector<const Kernels*> available(bool rounded = false) {
   std::vector<const Kernels*> found;
-  for (auto candidate : {avx512bf16_kernels(), avx512_kernels(), avx2_kernels(), neon_kernels(), portable_kernels()})
-    if (candidate && runs(candidate->name)) found.push_back(candidate);
+  for (auto of : {avx512bf16_kernels, avx512_kernels, avx2_kernels, neon_kernels, portable_kernels})
+    if (of(false) && runs(of(false)->name)) found.push_back(of(rounded));
   return found;
 }
 
@@ -57,18 +57,18 @@ class Rows {
  public:
   Rows(const Kernels& k, const Weights& w, const char* base, size_t item, Type type, const int64_t* offsets,
        int64_t count, int64_t stride, int64_t K, int64_t padded, bool alone = false)
-      : pointers_(pointers_buffer), pairs_(pairs_buffer) {
-    const bool direct = stride == 1 && k.direct(w, type, K), pairs = k.pairs(w, type);
+      : pointers_(pointers_buffer), compact_(compact_buffer) {
+    const bool direct = stride == 1 && k.direct(w, type, K), compacts = k.compacts(w, type);
     const int64_t step = apart(padded);
     float* out = direct ? nullptr : rows_buffer.floats(size_t(count * step));
-    pointers_.resize(size_t(count)), pairs_.resize(size_t(count));
+    pointers_.resize(size_t(count)), compact_.resize(size_t(count));
     auto one = [&](int64_t m) {
       const char* row = base + offsets[m] * int64_t(item);
       float* prepared = out + m * step;
       pointers_[size_t(m)] = direct ? reinterpret_cast<const float*>(row) : prepared;
-      pairs_[size_t(m)] = pairs && (direct || k.prepare_pairs(w, row, stride, K, prepared));
+      compact_[size_t(m)] = compacts && (direct || k.compact(w, row, type, stride, K, prepared));
       if (direct) return;
-      if (!pairs_[size_t(m)]) k.prepare(w, row, type, stride, K, padded, prepared);
+      if (!compact_[size_t(m)]) k.prepare(w, row, type, stride, K, padded, prepared);
     };
     if (direct || alone || count * padded < PREPARED_ALONE) {
       for (int64_t m = 0; m < count; m++) one(m);
@@ -80,16 +80,16 @@ class Rows {
     }
   }
   const float* row(int64_t m) const { return pointers_[size_t(m)]; }
-  bool pairs(int64_t m) const { return pairs_[size_t(m)] != 0; }
+  bool compact(int64_t m) const { return compact_[size_t(m)] != 0; }
 
  private:
   static thread_local std::vector<const float*> pointers_buffer;
-  static thread_local std::vector<char> pairs_buffer;
+  static thread_local std::vector<char> compact_buffer;
   std::vector<const float*>& pointers_;
-  std::vector<char>& pairs_;
+  std::vector<char>& compact_;
 };
 thread_local std::vector<const float*> Rows::pointers_buffer;
-thread_local std::vector<char> Rows::pairs_buffer;
+thread_local std::vector<char> Rows::compact_buffer;
 
 // Rows that are multiplied with the same weights in the same way, and where their results go.
 struct Batch {
@@ -98,8 +98,8 @@ struct Batch {
   void add(const float* row, void* result) { x.push_back(row), y.push_back(result); }
 };
 
-void fill(Product& p, const Batch& batch, bool pairs) {
-  p.x = batch.x.data(), p.y = batch.y.data(), p.rows = int64_t(batch.x.size()), p.pairs = pairs;
+void fill(Product& p, const Batch& batch, bool compact) {
+  p.x = batch.x.data(), p.y = batch.y.data(), p.rows = int64_t(batch.x.size()), p.compact = compact;
 }
 
 struct Piece {
@@ -231,12 +231,12 @@ class Linear : public mx::Primitive {
       Rows rows(k, base.w, x.data<char>(), x.itemsize(), *stored_type(x.dtype()), offsets.data() + m, count,
                 x.strides(-1), base.K, base.padded);
       Batch batches[2];
-      for (int64_t i = 0; i < count; i++) batches[rows.pairs(i)].add(rows.row(i), out + size_t((m + i) * base.N) * y_item);
+      for (int64_t i = 0; i < count; i++) batches[rows.compact(i)].add(rows.row(i), out + size_t((m + i) * base.N) * y_item);
       Product products[2] = {base, base};
       std::vector<Piece> pieces;
-      for (int pairs = 0; pairs < 2; pairs++) {
-        fill(products[pairs], batches[pairs], pairs != 0);
-        cut(k, products[pairs], pieces);
+      for (int compact = 0; compact < 2; compact++) {
+        fill(products[compact], batches[compact], compact != 0);
+        cut(k, products[compact], pieces);
       }
       run(k, pieces);
     }
@@ -273,7 +273,7 @@ class Linear : public mx::Primitive {
           continue;
         }
         const int64_t row = place * M + m;
-        batches[size_t(2 * e + rows.pairs(row))].add(rows.row(row), result);
+        batches[size_t(2 * e + rows.compact(row))].add(rows.row(row), result);
       }
     }
     std::vector<Product> products;
@@ -435,10 +435,12 @@ const Kernels& kernels() {
 }
 
 bool use_kernels(const std::string& name) {
-  for (auto* k : available()) {
-    if (name != k->name) continue;
-    chosen.store(k);
-    return true;
+  for (bool rounded : {false, true}) {
+    for (auto* k : available(rounded)) {
+      if (name != k->name) continue;
+      chosen.store(k);
+      return true;
+    }
   }
   return false;
 }
@@ -486,7 +488,7 @@ Factor factor_of(int64_t K, mx::Dtype x, const mx::array& w, const std::optional
   Factor factor{layout, std::move(given), biases.has_value(), bias.has_value(), result(rows, w, scales, bias, layout), nullptr, {}};
   const Kernels& k = kernels();
   Product& p = factor.product = describe(k, factor);
-  if (const int64_t floats = k.pairs(p.w, *stored_type(x)) ? k.lane_floats(p.w, p.N, p.K) : 0) {
+  if (const int64_t floats = k.compacts(p.w, *stored_type(x)) ? k.lane_floats(p.w, p.N, p.K) : 0) {
     std::shared_ptr<float> lanes(static_cast<float*>(aligned_alloc(64, size_t(floats * 4 + 63) / 64 * 64)), free);
     if (!lanes) throw std::bad_alloc();
     k.put_in_lanes(p.w, p.N, p.K, lanes.get());
@@ -501,7 +503,7 @@ namespace {
 // What a product of rows with some layers needs, kept from one to the next.
 struct Plan {
   std::vector<int64_t> offsets;
-  std::vector<const float*> x;  // rows that are multiplied as floats, then those that are in pairs
+  std::vector<const float*> x;  // rows that are multiplied as floats, then compact ones
   std::vector<void*> y;         // the same for each layer
   std::vector<Product> products;
   std::vector<Piece> pieces;
@@ -525,10 +527,10 @@ void multiply(const Factored* layers, size_t count, const void* x, Type type, in
     for (int64_t i = 0; i < some; i++) plan.offsets[size_t(i)] = (m + i) * K;
     const Rows prepared(k, first.w, static_cast<const char*>(x), size_t(item), type, plan.offsets.data(), some, 1, K, padded, alone);
     int64_t singles = 0;
-    for (int64_t i = 0; i < some; i++) singles += !prepared.pairs(i);
+    for (int64_t i = 0; i < some; i++) singles += !prepared.compact(i);
     int64_t next[2] = {0, singles};
     for (int64_t i = 0; i < some; i++) {
-      const int64_t place = next[prepared.pairs(i)]++;
+      const int64_t place = next[prepared.compact(i)]++;
       plan.x[size_t(place)] = prepared.row(i);
       for (size_t l = 0; l < count; l++) {
         const Product& p = layers[l].factor->product;
@@ -538,10 +540,10 @@ void multiply(const Factored* layers, size_t count, const void* x, Type type, in
     for (size_t l = 0; l < count; l++) {
       Product p = layers[l].factor->product;
       p.padded = padded;
-      for (bool pairs : {false, true}) {
-        const int64_t begin = pairs ? singles : 0;
+      for (bool compact : {false, true}) {
+        const int64_t begin = compact ? singles : 0;
         p.x = plan.x.data() + begin, p.y = plan.y.data() + l * size_t(some) + size_t(begin);
-        p.rows = (pairs ? some : singles) - begin, p.pairs = pairs;
+        p.rows = (compact ? some : singles) - begin, p.compact = compact;
         if (p.rows > 0) plan.products.push_back(p);
       }
     }

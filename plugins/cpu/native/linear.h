@@ -19,7 +19,9 @@ namespace mx = mlx::core;
 
 // The kernels in use: the best this processor runs, unless `use_kernels` chose others.
 const Kernels& kernels();
-bool use_kernels(const std::string& name);  // false when this processor or build lacks them
+// False when this processor or build lacks them. With " int8" behind a name, rows by packed codes of four or eight bits are
+// rounded to bytes.
+bool use_kernels(const std::string& name);
 std::string kernel_names();                 // what this processor runs, best first, separated by commas
 
 std::optional<Type> stored_type(mx::Dtype dtype);

@@ -11,19 +11,21 @@
 #include "greedy.inl"
 #include "limits.inl"
 
+// `rounded`: rows by packed codes of four or eight bits are rounded to bytes.
+template <bool rounded>
 static constexpr Kernels table(const char* name) {
   return {
       .name = name,
-      .scratch_floats = scratch_floats,
+      .scratch_floats = scratch_floats<rounded>,
       .columns = columns,
-      .product = product,
+      .product = product<rounded>,
       .prepare = prepare,
-      .pairs = pairs,
-      .prepare_pairs = prepare_pairs,
+      .compacts = compacts<rounded>,
+      .compact = compact<rounded>,
       .lane_floats = lane_floats,
       .put_in_lanes = put_in_lanes,
       .width = W,
-      .direct = direct,
+      .direct = direct<rounded>,
       .rms = rms,
       .attention_floats = attention_floats,
       .begin = begin,

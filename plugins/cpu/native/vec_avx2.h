@@ -89,6 +89,54 @@ static inline __m256i lane_numbers() { return _mm256_set_epi32(7, 6, 5, 4, 3, 2,
 
 static inline __m256i times(__m256i v, int n) { return _mm256_mullo_epi32(v, _mm256_set1_epi32(n)); }
 
+// Eight words of 32 bits, or four bytes each.
+typedef __m256i ints;
+static inline ints load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+// The first `bytes` of them, zeros after those.
+static inline ints load_words(const void* p, int64_t bytes) {
+  uint8_t room[4 * W] = {};
+  memcpy(room, p, size_t(bytes));
+  return load_words(room);
+}
+static inline void store_words(void* p, ints v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+static inline ints words_of(vec v) { return _mm256_castps_si256(v); }
+static inline vec as_floats(ints v) { return _mm256_castsi256_ps(v); }
+static inline vec to_floats(ints v) { return _mm256_cvtepi32_ps(v); }
+static inline ints plus(ints a, ints b) { return _mm256_add_epi32(a, b); }
+static inline ints all_words(int32_t n) { return _mm256_set1_epi32(n); }
+// Each half as the upper one of a word.
+static inline ints low_halves(ints v) { return _mm256_slli_epi32(v, 16); }
+static inline ints high_halves(ints v) { return _mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000u))); }
+static inline ints low_nibbles(ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+static inline ints high_nibbles(ints v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+
+// sum + the products of four bytes of codes and the four signed bytes at x, from -127 to 127. With CENTRED, codes of eight
+// bits come less 128.
+constexpr bool CENTRED = true;
+template <int bits>
+static inline ints add_bytes(ints sum, ints codes, const float* x) {
+  int32_t four;
+  memcpy(&four, x, 4);
+  __m256i v = _mm256_set1_epi32(four);
+  if constexpr (bits == 8) v = _mm256_sign_epi8(v, codes), codes = _mm256_abs_epi8(codes);
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, v), _mm256_set1_epi16(1)));
+}
+static inline ints less_128(ints codes) { return _mm256_xor_si256(codes, _mm256_set1_epi8(char(0x80))); }
+
+// Rows of eight 32-bit words become columns.
+static inline void transpose(ints (&v)[W]) {
+  ints t[W], u[W];
+  for (int i = 0; i < W; i += 2) t[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+  for (int i = 0; i < W; i += 4) {
+    u[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]), u[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    u[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]), u[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm256_permute2x128_si256(u[i], u[i + 4], 0x20);
+    v[i + 4] = _mm256_permute2x128_si256(u[i], u[i + 4], 0x31);
+  }
+}
+
 static inline vec swap_lanes(vec v) { return v; }  // elements lie in lanes as they come
 
 template <int bits>
@@ -143,4 +191,5 @@ struct Fp4 {
 
 constexpr int tile_columns(int rows) { return rows == 1 ? 4 : rows <= 4 ? 2 : 1; }
 constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 2;
+constexpr int BYTE_ROWS = 4;
 constexpr bool UNROLLED = false;  // whether loops over a group are

@@ -155,6 +155,70 @@ static inline void transpose(__m512i (&v)[W]) {
   }
 }
 
+// Sixteen words of 32 bits, or four bytes each.
+typedef __m512i ints;
+static inline ints load_words(const void* p) { return _mm512_loadu_si512(p); }
+// The first `bytes` of them, zeros after those.
+static inline ints load_words(const void* p, int64_t bytes) { return _mm512_maskz_loadu_epi8((uint64_t(1) << bytes) - 1, p); }
+static inline void store_words(void* p, ints v) { _mm512_storeu_si512(p, v); }
+static inline ints words_of(vec v) { return _mm512_castps_si512(v); }
+static inline vec as_floats(ints v) { return _mm512_castsi512_ps(v); }
+static inline vec to_floats(ints v) { return _mm512_cvtepi32_ps(v); }
+static inline ints plus(ints a, ints b) { return _mm512_add_epi32(a, b); }
+static inline ints all_words(int32_t n) { return _mm512_set1_epi32(n); }
+// Each half as the upper one of a word.
+static inline ints low_halves(ints v) { return _mm512_slli_epi32(v, 16); }
+static inline ints high_halves(ints v) { return _mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000u))); }
+static inline ints low_nibbles(ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+static inline ints high_nibbles(ints v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
+
+#define SPEC_BROADCASTS 1
+// sum + x * v in every lane, x read by the instruction: compilers load it into a register of its own.
+static inline vec add_times(vec sum, const float* x, vec v) {
+  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(v), "m"(*x));
+  return sum;
+}
+
+// sum + the products of four bytes of codes and the four signed bytes at x, from -127 to 127. With CENTRED, codes of eight
+// bits come less 128.
+#ifdef SPEC_PAIRS
+constexpr bool CENTRED = false;
+template <int bits>
+static inline ints add_bytes(ints sum, ints codes, const float* x) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*x));
+  return sum;
+}
+#else
+constexpr bool CENTRED = true;
+template <int bits>
+static inline ints add_bytes(ints sum, ints codes, const float* x) {
+  int32_t four;
+  memcpy(&four, x, 4);
+  __m512i v = _mm512_set1_epi32(four);
+  if constexpr (bits == 8) {
+    v = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), v);
+    codes = _mm512_abs_epi8(codes);
+  }
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, v), _mm512_set1_epi16(1)));
+}
+#endif
+#define SPEC_GROUPS 1
+// As bytes.inl has both for any lanes.
+static inline uint32_t largest_of_group(const float* x) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  return uint32_t(_mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512(words_of(load(x)), magnitude), _mm512_and_si512(words_of(load(x + W)), magnitude))));
+}
+template <int bits>
+static inline int32_t round_group(const float* x, float inverse, int8_t* out) {
+  const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(load(x), ones(inverse))), b = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + W), ones(inverse)));
+  const __m128i order = bits == 4 ? _mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0) : _mm_set_epi8(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(a), order));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + W), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(b), order));
+  return _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+}
+
+static inline ints less_128(ints codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8(char(0x80))); }
+
 // Sixteen 4-bit codes as indices of which the low four bits count: lane 2i holds code i and lane 2i + 1 code 8 + i.
 static inline __m512i nibbles(const uint8_t* codes) {
   const __m512i both = _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
@@ -229,4 +293,5 @@ struct Fp4 {
 // Rows times columns of the register tile, by rows; what a tile of many rows has.
 constexpr int tile_columns(int rows) { return rows <= 4 ? 4 : 2; }
 constexpr int BLOCK_ROWS = 6, BLOCK_COLUMNS = 4;
+constexpr int BYTE_ROWS = 8;  // of rounded rows at a time: their sums and chains stay in registers
 constexpr bool UNROLLED = true;  // whether loops over a group are

@@ -61,6 +61,48 @@ static inline vec through_bf16(vec v) {
 }
 static inline vec through_f16(vec v) { return vcvt_f32_f16(vcvt_f16_f32(v)); }
 
+// Four words of 32 bits, or four bytes each.
+typedef int32x4_t ints;
+static inline ints load_words(const void* p) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p))); }
+// The first `bytes` of them, zeros after those.
+static inline ints load_words(const void* p, int64_t bytes) {
+  uint8_t room[4 * W] = {};
+  memcpy(room, p, size_t(bytes));
+  return load_words(room);
+}
+static inline void store_words(void* p, ints v) { vst1q_u8(static_cast<uint8_t*>(p), vreinterpretq_u8_s32(v)); }
+static inline ints words_of(vec v) { return vreinterpretq_s32_f32(v); }
+static inline vec as_floats(ints v) { return vreinterpretq_f32_s32(v); }
+static inline vec to_floats(ints v) { return vcvtq_f32_s32(v); }
+static inline ints plus(ints a, ints b) { return vaddq_s32(a, b); }
+static inline ints all_words(int32_t n) { return vdupq_n_s32(n); }
+// Each half as the upper one of a word.
+static inline ints low_halves(ints v) { return vshlq_n_s32(v, 16); }
+static inline ints high_halves(ints v) { return vandq_s32(v, vdupq_n_s32(int32_t(0xffff0000u))); }
+static inline ints low_nibbles(ints v) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(v), vdupq_n_u8(15))); }
+static inline ints high_nibbles(ints v) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(v), 4)); }
+
+// sum + the products of four bytes of codes and the four signed bytes at x, from -127 to 127. With CENTRED, codes of eight
+// bits come less 128.
+constexpr bool CENTRED = true;
+template <int bits>
+static inline ints add_bytes(ints sum, ints codes, const float* x) {
+  int32_t four;
+  memcpy(&four, x, 4);
+  const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four)), c = vreinterpretq_s8_s32(codes);
+  const int16x8_t low = vmull_s8(vget_low_s8(c), vget_low_s8(v)), high = vmull_high_s8(c, v);
+  return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+}
+static inline ints less_128(ints codes) { return veorq_s32(codes, vdupq_n_s32(int32_t(0x80808080u))); }
+
+// Rows of four 32-bit words become columns.
+static inline void transpose(ints (&v)[W]) {
+  const int64x2_t a = vreinterpretq_s64_s32(vtrn1q_s32(v[0], v[1])), b = vreinterpretq_s64_s32(vtrn2q_s32(v[0], v[1]));
+  const int64x2_t c = vreinterpretq_s64_s32(vtrn1q_s32(v[2], v[3])), d = vreinterpretq_s64_s32(vtrn2q_s32(v[2], v[3]));
+  v[0] = vreinterpretq_s32_s64(vtrn1q_s64(a, c)), v[1] = vreinterpretq_s32_s64(vtrn1q_s64(b, d));
+  v[2] = vreinterpretq_s32_s64(vtrn2q_s64(a, c)), v[3] = vreinterpretq_s32_s64(vtrn2q_s64(b, d));
+}
+
 static inline vec swap_lanes(vec v) { return v; }  // elements lie in lanes as they come
 
 // Four codes from element k of a group on, which begin within a byte's upper half where `bits` is odd: bytes that hold
@@ -116,4 +158,5 @@ struct Fp4 {
 
 constexpr int tile_columns(int rows) { return rows <= 2 ? 4 : 2; }
 constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 4;
+constexpr int BYTE_ROWS = 8;
 constexpr bool UNROLLED = false;  // whether loops over a group are

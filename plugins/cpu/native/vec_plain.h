@@ -96,6 +96,77 @@ static inline void store_f16(uint16_t* p, vec v) {
   for (int i = 0; i < W; i++) p[i] = float_to_f16(f[i]);
 }
 
+// Four words of 32 bits, or four bytes each.
+struct ints {
+  int32_t v[W];
+};
+static inline ints load_words(const void* p) {
+  ints r;
+  memcpy(r.v, p, sizeof r);
+  return r;
+}
+// The first `bytes` of them, zeros after those.
+static inline ints load_words(const void* p, int64_t bytes) {
+  uint8_t room[4 * W] = {};
+  memcpy(room, p, size_t(bytes));
+  return load_words(room);
+}
+static inline void store_words(void* p, ints v) { memcpy(p, v.v, sizeof v); }
+static inline ints words_of(vec v) { return load_words(v.v); }
+static inline vec as_floats(ints v) {
+  vec r;
+  memcpy(r.v, v.v, sizeof r);
+  return r;
+}
+static inline vec to_floats(ints v) { return {{float(v.v[0]), float(v.v[1]), float(v.v[2]), float(v.v[3])}}; }
+static inline ints plus(ints a, ints b) {
+  for (int i = 0; i < W; i++) a.v[i] += b.v[i];
+  return a;
+}
+static inline ints all_words(int32_t n) { return {{n, n, n, n}}; }
+// Each half as the upper one of a word.
+static inline ints low_halves(ints v) {
+  for (int32_t& w : v.v) w = int32_t(uint32_t(w) << 16);
+  return v;
+}
+static inline ints high_halves(ints v) {
+  for (int32_t& w : v.v) w &= int32_t(0xffff0000u);
+  return v;
+}
+static inline ints low_nibbles(ints v) {
+  for (int32_t& w : v.v) w &= 0x0f0f0f0f;
+  return v;
+}
+static inline ints high_nibbles(ints v) {
+  for (int32_t& w : v.v) w = (w >> 4) & 0x0f0f0f0f;
+  return v;
+}
+
+// sum + the products of four bytes of codes and the four signed bytes at x, from -127 to 127. With CENTRED, codes of eight
+// bits come less 128.
+constexpr bool CENTRED = true;
+template <int bits>
+static inline ints add_bytes(ints sum, ints codes, const float* x) {
+  int8_t four[4], c[W][4];
+  memcpy(four, x, sizeof four), memcpy(c, codes.v, sizeof c);
+  for (int i = 0; i < W; i++)
+    for (int j = 0; j < 4; j++) sum.v[i] += c[i][j] * four[j];
+  return sum;
+}
+static inline ints less_128(ints codes) {
+  for (int32_t& w : codes.v) w ^= int32_t(0x80808080u);
+  return codes;
+}
+
+// Rows of four 32-bit words become columns.
+static inline void transpose(ints (&v)[W]) {
+  for (int i = 0; i < W; i++)
+    for (int j = 0; j < i; j++) {
+      const int32_t w = v[i].v[j];
+      v[i].v[j] = v[j].v[i], v[j].v[i] = w;
+    }
+}
+
 // A group is decoded as a whole into floats; `decode` reads them back.
 static inline vec swap_lanes(vec v) { return v; }  // elements lie in lanes as they come
 
@@ -136,4 +207,5 @@ struct Fp4 {
 
 constexpr int tile_columns(int rows) { return rows <= 2 ? 4 : 2; }
 constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 4;
+constexpr int BYTE_ROWS = 2;
 constexpr bool UNROLLED = false;  // whether loops over a group are

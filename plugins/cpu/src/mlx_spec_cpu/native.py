@@ -8,10 +8,11 @@ from types import ModuleType
 from typing import Any
 
 from mlx_spec.errors import RefusedError
+from mlx_spec.kernels import ROUNDED
 
 REBUILD = "pip install --force-reinstall --no-deps ./plugins/cpu (make clean and make demo for a clone's .venv)"
 # What the Python side calls in the library; native/bindings.cpp has the number of what it offers.
-INTERFACE = 12
+INTERFACE = 13
 
 
 def ready() -> tuple[bool, str]:
@@ -35,13 +36,16 @@ def library() -> Any:
 
 
 def use_kernels(name: str) -> None:
-    """Choose an instruction set, e.g. "avx2", for the whole process. RefusedError when it cannot run here."""
+    """Choose an instruction set for the whole process, e.g. "avx2"; "avx2 int8" rounds activations.
+
+    RefusedError when it cannot run here.
+    """
     module = library()
     if not module.use_kernels(name):
         raise RefusedError(
             "kernels",
             found=repr(name),
-            expected=f"one of {module.kernel_names()}",
+            expected=f"one of {module.kernel_names()}, with or without {ROUNDED!r} behind it",
             next_step="Choose one of these",
             code="CP02",
         )
@@ -68,6 +72,8 @@ def _library() -> tuple[ModuleType | None, str]:
     if reason:
         return None, reason
     module.set_threads(_threads())
+    if _rounds():
+        module.use_kernels(f"{module.kernels()} {ROUNDED}")
     return module, ""
 
 
@@ -85,3 +91,10 @@ def _threads() -> int:
 
     asked = get_settings().threads
     return usable_cores() if asked is None else min(asked, cpuset_cores())
+
+
+def _rounds() -> bool:
+    """Whether MLX_SPEC_ACTIVATIONS asks for rounded rows."""
+    from mlx_spec.settings import get_settings
+
+    return get_settings().activations == ROUNDED
