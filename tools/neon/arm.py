@@ -120,17 +120,18 @@ class Processor:
         low = self.uc.reg_read(register) & (256 ** c.sizeof(kind) - 1)
         return kind.from_buffer_copy(low.to_bytes(c.sizeof(kind), "little")).value
 
-    def table(self, name: str, image: Image) -> Table:
-        address = self.call(image.symbols["neon_table"], (c.c_uint64,), [])
+    def table(self, name: str, image: Image, rounded: bool) -> Table:
+        address = self.call(image.symbols["neon_table"], (c.c_uint64, c.c_bool), [rounded])
         members = KernelTable.from_buffer_copy(self.uc.mem_read(address, c.sizeof(KernelTable)))
         return Table(name, members, self.call)
 
 
-def neon_tables(linux: Path, macos: Path, room: Room) -> list[Table]:
-    """NEON's kernels as compiled for Linux and for macOS, which has no library of its own here."""
+def neon_tables(linux: Path, macos: Path, room: Room) -> list[tuple[Table, Table]]:
+    """NEON's kernels, exact and rounded, as compiled for Linux and for macOS, which has no library of its own here."""
     processor, images = Processor(room), [elf_image(linux), mach_image(macos)]
     for image in images:
         processor.load(image)
     for name in ("sinf", "cosf"):
         processor.point(images[1].symbols[f"{name}_at"], images[0].symbols[name])
-    return [processor.table(name, image) for name, image in zip(("Linux", "macOS"), images, strict=True)]
+    named = zip(("Linux", "macOS"), images, strict=True)
+    return [(processor.table(name, image, False), processor.table(name, image, True)) for name, image in named]

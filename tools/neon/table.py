@@ -40,7 +40,7 @@ class Product(c.Structure):
         ("w", Weights),
         *fields("x y bias", Pointer),
         *fields("rows N K padded", Long),
-        ("pairs", c.c_bool),
+        ("compact", c.c_bool),
         *fields("y_type bias_type", Int),
         *fields("scratch soon", Pointer),
         ("soon_count", Long),
@@ -143,8 +143,8 @@ MEMBERS: dict[str, tuple | type] = {
     "columns": (Q, P),
     "product": (None, P, Q, Q),
     "prepare": (None, P, P, Int, Q, Q, Q, P),
-    "pairs": (c.c_bool, P, Int),
-    "prepare_pairs": (c.c_bool, P, P, Q, Q, P),
+    "compacts": (c.c_bool, P, Int),
+    "compact": (c.c_bool, P, P, Int, Q, Q, P),
     "lane_floats": (Q, P, Q, Q),
     "put_in_lanes": (None, P, Q, Q, P),
     "width": Int,
@@ -198,7 +198,7 @@ def host_call(address: int, kinds: tuple, arguments: list) -> int | float | None
     return c.CFUNCTYPE(*kinds)(address)(*arguments)
 
 
-def host_tables(library: str) -> tuple[Table, Table]:
+def host_tables(library: str, rounded: bool) -> tuple[Table, Table]:
     """The tables of fused.cpp and kernels_portable.cpp, compiled for this machine."""
     lib = c.CDLL(library)
     sizes = list((c.c_int64 * len(STRUCTURES)).in_dll(lib, "sizes"))
@@ -210,8 +210,8 @@ def host_tables(library: str) -> tuple[Table, Table]:
     tables = []
     for name in ("fused", "portable"):
         give = getattr(lib, f"{name}_table")
-        give.restype = c.c_void_p
-        tables.append(Table(name, KernelTable.from_address(give()), host_call))
+        give.restype, give.argtypes = c.c_void_p, (c.c_bool,)
+        tables.append(Table(name, KernelTable.from_address(give(rounded)), host_call))
     return tables[0], tables[1]
 
 

@@ -18,6 +18,7 @@ class Count:
     """One line of the report."""
 
     group: str
+    reference: str  # what has to give the same bytes
     cases: int = 0
     values: int = 0
     rows: int = 0  # compared with the same rows alone
@@ -26,8 +27,8 @@ class Count:
     failures: list[str] = field(default_factory=list)
 
     def line(self) -> str:
-        parts = [f"{self.cases} cases", f"{self.values} values as fused lanes give them"]
-        parts.append("as portable ones do" if self.exact else f"portable within {self.portable:.2f} of the bound")
+        parts = [f"{self.cases} cases", f"{self.values} values as {self.reference} gives them"]
+        parts.append("as the portable one does" if self.exact else f"portable within {self.portable:.2f} of the bound")
         if self.rows:
             parts.append(f"{self.rows} rows as alone")
         state = f"{len(self.failures)} DIFFERENCES" if self.failures else "ok"
@@ -45,15 +46,21 @@ class Result:
 
 
 class Trial:
-    """Three tables, memory that all of them see, and random numbers."""
+    """Three tables, memory that all of them see, and random numbers.
 
-    def __init__(self, neon: Table, fused: Table, portable: Table, room: Room) -> None:
-        self.neon, self.fused, self.portable, self.room = neon, fused, portable, room
+    `fused` is the one that has to give the same bytes as NEON's, `portable` the one that may differ by roundings.
+    """
+
+    def __init__(
+        self, neon: Table, fused: Table, portable: Table, room: Room, reference: str = "the fused table"
+    ) -> None:
+        self.neon, self.fused, self.portable, self.room, self.reference = neon, fused, portable, room, reference
+        self.tables = neon, fused, portable
         self.random = np.random.default_rng(20)
         self.counts: dict[str, Count] = {}
 
     def count(self, group: str) -> Count:
-        return self.counts.setdefault(group, Count(group))
+        return self.counts.setdefault(group, Count(group, self.reference))
 
     def pick(self, *values: object) -> object:
         return values[self.random.integers(len(values))]
@@ -116,7 +123,7 @@ class Trial:
         """The same for a number that is returned."""
         place = self.room.array(1, "f4")
         if bound is None:
-            given = [call(table) for table in (self.neon, self.fused, self.portable)]
+            given = [call(table) for table in self.tables]
             if isinstance(given[0], int):
                 self.count(group).values += 1
                 if given != [given[0]] * 3:
