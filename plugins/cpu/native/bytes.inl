@@ -91,7 +91,7 @@ struct ByteBlock {
   const int64_t n, columns;
   const uint8_t* at[W];
   float *scales, *biases;  // a vector for every group of weights
-  float* words;            // of all units, turned around
+  float* words;            // of all units, turned around; before that, scales as floats
 
   ByteBlock(const Product& p, int64_t n, int64_t columns, float* room) : p(p), n(n), columns(columns) {
     const int64_t groups = p.K / p.w.group, last = columns - 1;
@@ -100,7 +100,7 @@ struct ByteBlock {
     scales = room, biases = scales + groups * W, words = biases + groups * W;
     put_scales(p.w.scales, scales), put_scales(p.w.biases, biases);
     // memory may take longer than one block does
-    const int64_t bytes = W * groups * size_of(p.w.scale_type), next = (n + 2 * W) * groups * size_of(p.w.scale_type);
+    const int64_t bytes = W * groups * size_of(p.w.scale_type), next = 2 * bytes + n * groups * size_of(p.w.scale_type);
     fetch(static_cast<const char*>(p.w.scales) + next, bytes, 0, BLOCK);
     fetch(static_cast<const char*>(p.w.biases) + next, bytes, 0, BLOCK);
   }
@@ -121,10 +121,14 @@ struct ByteBlock {
       }
       return;
     }
+    const bool floats = p.w.scale_type == Type::f32;
+    if (!floats) widen(stored, p.w.scale_type, n * groups, columns * groups, words);
+    const float* rows = floats ? static_cast<const float*>(stored) + n * groups : words;
+    const uint8_t* from[W];
+    for (int64_t c = 0; c < W; c++) from[c] = reinterpret_cast<const uint8_t*>(rows + (c < last ? c : last) * groups);
     for (int64_t g = 0; g < groups; g += W) {
       ints v[W];
-      for (int64_t c = 0; c < W; c++) v[c] = words_of(load_any(stored, p.w.scale_type, (n + (c < last ? c : last)) * groups + g, 1, groups - g));
-      transpose(v);
+      turn_words(from, 4 * g, 4 * (groups - g), v);
       for (int64_t i = 0; i < W && g + i < groups; i++) store(out + (g + i) * W, as_floats(v[i]));
     }
   }
@@ -247,8 +251,9 @@ static void product_of_bytes(const Product& p, int64_t first, int64_t last) {
 }
 
 static int64_t byte_floats(const Product& p) {
-  const int64_t units = p.rows <= BYTE_ROWS ? 0 : (p.w.row_bytes + UNIT_BYTES - 1) / UNIT_BYTES;
-  return 2 * (p.K / p.w.group) * W + units * UNIT_WORDS * W;
+  const int64_t groups = p.K / p.w.group, units = p.rows <= BYTE_ROWS ? 0 : (p.w.row_bytes + UNIT_BYTES - 1) / UNIT_BYTES;
+  const int64_t widened = p.w.scale_type == Type::f32 || p.w.scale_type == Type::bf16 ? 0 : groups * W, turned = units * UNIT_WORDS * W;
+  return 2 * groups * W + (widened > turned ? widened : turned);
 }
 
 static bool prepare_bytes(const Weights& w, const void* x, Type type, int64_t stride, int64_t K, float* out) {
