@@ -306,8 +306,9 @@ RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 
 
 def cpu(argument: str) -> str:
-    """What `bench/cpu.py` found in both dtypes, side by side."""
-    found = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("cpu", "cpu_bfloat16")]
+    """What `bench/cpu.py` found in both dtypes, with activations as they are and rounded, side by side."""
+    names = ("cpu", "cpu_bfloat16", "cpu_int8", "cpu_bfloat16_int8")
+    found = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
     first = found[0]
     cells: dict[str, Callable[[Any], str]] = {
         "one token": lambda d: _block(d, "1"),
@@ -320,11 +321,12 @@ def cpu(argument: str) -> str:
         ),
         f"a prompt of {first['prompt']['tokens']} tokens": lambda d: _spread(d["prompt"]["ms"], "{:.0f}") + " ms",
     }
-    titles = (f"{first['model'].removesuffix('.gguf')}, {first['threads']} cores", *(data["dtype"] for data in found))
+    kinds = (data["dtype"] + (" int8" if data["activations"] == "int8" else "") for data in found)
+    titles = (f"{first['model'].removesuffix('.gguf')}, {first['threads']} cores", *kinds)
     machine = f"{first['machine']['device_info']['device_name']}, {first['kernels'].partition(' (')[0]}"
     return (
         f"{table(titles, [(label, *map(cell, found)) for label, cell in cells.items()])}\n\n"
-        f"Measured on {machine}; every run is in `bench/results/cpu.json` and `cpu_bfloat16.json`."
+        f"Measured on {machine}; every run is in `bench/results`, in {', '.join(f'`{name}.json`' for name in names)}."
     )
 
 
