@@ -127,7 +127,7 @@ class Processor:
 
 
 def neon_tables(linux: Path, macos: Path, room: Room) -> list[tuple[Table, Table]]:
-    """NEON's kernels, exact and rounded, as compiled for Linux and for macOS, which has no library of its own here."""
+    """NEON's kernels as compiled for Linux and for macOS, which has no library of its own here."""
     processor, images = Processor(room), [elf_image(linux), mach_image(macos)]
     for image in images:
         processor.load(image)

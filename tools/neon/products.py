@@ -33,7 +33,7 @@ def dense(trial: Trial, type: int, N: int, K: int) -> Matrix:
 
 
 def packed(trial: Trial, bits: int, group: int, scale_type: int, N: int, K: int, odd: float | None = None) -> Matrix:
-    """Codes with scales and biases; an odd value is the last scale of a column and the first bias of another."""
+    """Codes, scales, biases; an odd value is the last scale of a column and the first bias of another."""
     data = trial.room.put(trial.random.integers(0, 256, (N, K * bits // 8), "u1"))
     scales = trial.room.put(stored(trial.normal(N, K // group) / 2**bits, scale_type))
     biases = trial.room.put(stored(trial.normal(N, K // group), scale_type))

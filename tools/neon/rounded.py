@@ -1,4 +1,4 @@
-"""Rows rounded to bytes, their products with codes of four and eight bits, and what stays exact in rounded tables."""
+"""Rows rounded to bytes, their products with codes, and what stays exact in rounded tables."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rounded(x: np.ndarray) -> Rounded:
 
 
 class Compact(Multiplied):
-    """Rows in bytes times a matrix. The first `count` are taken and multiplied; the others are only prepared."""
+    """Rows in bytes times a matrix. The first `count` are multiplied; the others are only prepared."""
 
     compact = True
     everywhere = ("columns",)  # tables put different counts of rows together, and need other scratch for those
@@ -181,7 +181,7 @@ def rounded_products(trial: Trial) -> None:
 
 
 class Refused(Multiplied):
-    """Rows multiplied as floats though the table rounds others; there tables differ in what they say of them."""
+    """Rows multiplied as floats though the table rounds others, of which tables say different things."""
 
     asked = ()
 
