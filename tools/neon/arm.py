@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
-from table import KernelTable, Room, Table
+from table import FORMS, KernelTable, Room, Table
 from unicorn import UC_ARCH_ARM64, UC_MODE_ARM, UC_PROT_ALL, Uc, UcError
 from unicorn import arm64_const as reg
 
@@ -120,18 +120,21 @@ class Processor:
         low = self.uc.reg_read(register) & (256 ** c.sizeof(kind) - 1)
         return kind.from_buffer_copy(low.to_bytes(c.sizeof(kind), "little")).value
 
-    def table(self, name: str, image: Image, rounded: bool) -> Table:
-        address = self.call(image.symbols["neon_table"], (c.c_uint64, c.c_bool), [rounded])
+    def table(self, name: str, image: Image, form: int) -> Table:
+        address = self.call(image.symbols["neon_table"], (c.c_uint64, c.c_int), [form])
         members = KernelTable.from_buffer_copy(self.uc.mem_read(address, c.sizeof(KernelTable)))
         return Table(name, members, self.call)
 
 
-def neon_tables(linux: Path, macos: Path, room: Room) -> list[tuple[Table, Table]]:
-    """NEON's kernels as compiled for Linux and for macOS, which has no library of its own here."""
+def neon_tables(linux: Path, macos: Path, room: Room) -> list[list[Table]]:
+    """NEON's kernels as compiled for Linux and for macOS, which has no library of its own here.
+
+    One table for each of FORMS, of either.
+    """
     processor, images = Processor(room), [elf_image(linux), mach_image(macos)]
     for image in images:
         processor.load(image)
     for name in ("sinf", "cosf"):
         processor.point(images[1].symbols[f"{name}_at"], images[0].symbols[name])
     named = zip(("Linux", "macOS"), images, strict=True)
-    return [(processor.table(name, image, False), processor.table(name, image, True)) for name, image in named]
+    return [[processor.table(name, image, form) for form in range(len(FORMS))] for name, image in named]

@@ -4,7 +4,7 @@
 both builds compute what two tables compiled for this machine compute from the same bytes: the portable kernels with
 fused multiply-adds, which have to give the same bytes, and the portable kernels as they are, whose roundings differ
 where an operation fuses. Rows computed together have to have the bytes of the rows computed alone. The tables that
-round rows to bytes are compared likewise, and where they do not round with the exact ones.
+round rows are compared likewise, and where they do not round with the exact ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deltas import deltas
 from products import products
 from rounded import exact_products, rounded_products
 from rowwise import activations, choices, convolutions, norms, pairs_of_rows, rotations
-from table import Room, host_tables
+from table import FORMS, Room, host_tables
 from trial import Trial
 
 Group = Callable[[Trial], None]
@@ -50,15 +50,16 @@ def main() -> None:
         images.append(build.image(target))
     room = Room(MEMORY)
     host = str(build.host())
-    exact, rounded = host_tables(host, False), host_tables(host, True)
+    exact, *rounded = (host_tables(host, form) for form in range(len(FORMS)))
     failed = False
-    for neon, neon_rounded in neon_tables(*images, room):
+    for neon, *neon_rounded in neon_tables(*images, room):
         print(f"\nneon, built for {neon.name}, in emulation:", flush=True)
         failed |= compare(Trial(neon, *exact, room), GROUPS)
-        print(f"\nneon int8, built for {neon.name}, in emulation:", flush=True)
-        failed |= compare(Trial(neon_rounded, *rounded, room), (rounded_products,))
-        print("\nwhere it does not round:", flush=True)
-        failed |= compare(Trial(neon_rounded, neon, rounded[1], room, "the exact table"), (exact_products,))
+        for form, ours, theirs in zip(FORMS[1:], neon_rounded, rounded, strict=True):
+            print(f"\nneon {form}, built for {neon.name}, in emulation:", flush=True)
+            failed |= compare(Trial(ours, *theirs, room, form=form), (rounded_products,))
+            print("\nwhere it does not round:", flush=True)
+            failed |= compare(Trial(ours, neon, theirs[1], room, "the exact table", form), (exact_products,))
     sys.exit(failed)
 
 

@@ -17,13 +17,13 @@ static inline vec fma(vec a, vec b, vec c) {
 }
 #include "table.inl"
 
-const Kernels kernels[] = {table<false>("fused"), table<true>("fused int8")};
+const Kernels kernels[] = {table<0>("fused"), table<1>("fused int8"), table<2>("fused int16")};
 }  // namespace
 }  // namespace spec
 
 extern "C" {
-const void* fused_table(bool rounded) { return spec::kernels + rounded; }
-const void* portable_table(bool rounded) { return spec::portable_kernels(rounded); }
+const void* fused_table(int bytes) { return spec::kernels + bytes; }
+const void* portable_table(int bytes) { return spec::portable_kernels(bytes); }
 
 // Of the structures that tools/neon/table.py declares again.
 extern const int64_t sizes[8] = {sizeof(spec::Weights),     sizeof(spec::Soon),     sizeof(spec::Product),

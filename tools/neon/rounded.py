@@ -1,4 +1,4 @@
-"""Rows rounded to bytes, their products with codes, and what stays exact in rounded tables."""
+"""Rows rounded to whole numbers, their products with codes, and what stays exact in rounded tables."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from values import NAMES, floats, stored
 
 TOGETHER = 32  # elements of a row that share a factor
 SMALL, LARGE = 2.0**-100, 2.0**112  # what the largest of a group may be, LARGE excluded
+WHOLE = {"int8": 127, "int16": 127 * 128}  # the largest whole number
 EVEN_FIRST = [0, 2, 4, 6, 1, 3, 5, 7]  # places of eight elements, by codes of four bits
 GROUPS = (32, 64, 128)
 COLUMNS = (1, 3, 5, 7, 18, 21, 37)
@@ -35,6 +36,7 @@ class Rounded:
     taken: np.ndarray  # whether it takes a row
     whole: np.ndarray  # (rows, K / 32, 32)
     factors: np.ndarray  # (rows, K / 32)
+    form: str
 
     def laid(self, row: int, bits: int, group: int) -> np.ndarray:
         """A row as it lies in memory."""
@@ -45,22 +47,27 @@ class Rounded:
         of_weights = np.zeros(len(shares), "f4")
         for share in shares.T:
             of_weights = of_weights + share
+        if self.form == "int16":  # four high bytes, then their low ones
+            four = order.reshape(-1, 4)
+            high = (four + 64) >> 7
+            order = np.stack([high, four - 128 * high], axis=1)
         parts = order.astype("i1"), factors, (128 * sums).astype("i4"), of_weights
         return np.concatenate([np.ascontiguousarray(part).reshape(-1).view("f4") for part in parts])
 
 
-def rounded(x: np.ndarray) -> Rounded:
+def rounded(x: np.ndarray, form: str) -> Rounded:
+    most = np.float32(WHOLE[form])
     groups = x.reshape(len(x), -1, TOGETHER)
     largest = np.abs(groups).max(-1)  # NaN where there is any
     taken = ((largest == 0) | ((largest >= SMALL) & (largest < LARGE))).all(-1)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        inverse = np.where(largest == 0, np.float32(0), np.float32(127) / largest)
+        inverse = np.where(largest == 0, np.float32(0), most / largest)
         whole = np.rint(groups * inverse[..., None])
-    return Rounded(taken, np.where(taken[:, None, None], whole, 0).astype("i4"), largest / np.float32(127))
+    return Rounded(taken, np.where(taken[:, None, None], whole, 0).astype("i4"), largest / most, form)
 
 
 class Compact(Multiplied):
-    """Rows in bytes times a matrix. The first `count` are multiplied; the others are only prepared."""
+    """Rounded rows times a matrix. The first `count` are multiplied; the others are only prepared."""
 
     compact = True
     everywhere = ("columns",)  # tables put different counts of rows together, and need other scratch for those
@@ -71,8 +78,8 @@ class Compact(Multiplied):
 
     def prepare(self, spread: np.ndarray, type: int) -> Sequence[np.ndarray]:
         matrix, room, trial = self.matrix, self.trial.room, self.trial
-        self.expected = rounded(self.x)
-        written = self.K // 4 + 2 * (self.K // TOGETHER) + self.K // self.w.group
+        self.expected = rounded(self.x, trial.form)
+        written = self.K // 4 * (2 if trial.form == "int16" else 1) + 2 * (self.K // TOGETHER) + self.K // self.w.group
         made = [room.array(written, "f4") for _ in spread]  # bytes around each of them are watched
         taken = room.array(len(spread), "f4")
 
@@ -116,8 +123,9 @@ def rows_of(trial: Trial, type: int, K: int, count: int) -> np.ndarray:
     x = trial.normal(count - 3, K) * np.float32(trial.pick(1, 1, 1000))
     x[1, K // 2 :] = 0
     x[2] = trial.pick(0.0, -0.0)
-    x[3] = trial.random.integers(-126, 126, K) + 0.5  # ties: the largest is 127
-    x[3, ::TOGETHER] = 127
+    whole = WHOLE[trial.form]
+    x[3] = trial.random.integers(-whole + 1, whole - 1, K) + 0.5  # ties
+    x[3, ::TOGETHER] = whole
     x[4, :TOGETHER] = 0
     extremes = np.zeros((len(EXTREMES), K), "f4")
     extremes[:, :-TOGETHER] = trial.normal(len(EXTREMES), K - TOGETHER)
@@ -125,7 +133,7 @@ def rows_of(trial: Trial, type: int, K: int, count: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         rows = stored(np.concatenate([x, extremes]), type)
     rows[count - 3, 0] = ODD_NAN[type]
-    return rows[np.argsort(~rounded(floats(rows, type)).taken, kind="stable")]
+    return rows[np.argsort(~rounded(floats(rows, type), trial.form).taken, kind="stable")]
 
 
 def compact(trial: Trial, matrix: Matrix, x_type: int, stride: int, count: int = ROWS) -> None:

@@ -1,8 +1,8 @@
 /* What the kernels need of libraries: images are linked without any, but for the C library of the Linux one. */
 #include <stddef.h>
 
-const void* neon_kernels_of_image(_Bool rounded) __asm__(PREFIX "_ZN4spec12neon_kernelsEb");
-const void* neon_table(_Bool rounded) { return neon_kernels_of_image(rounded); }
+const void* neon_kernels_of_image(int bytes) __asm__(PREFIX "_ZN4spec12neon_kernelsEi");
+const void* neon_table(int bytes) { return neon_kernels_of_image(bytes); }
 
 /* Guards of statics; one thread runs. */
 int __cxa_guard_acquire(unsigned char* guard) { return !*guard; }

@@ -12,6 +12,7 @@ import numpy as np
 F32, F16, BF16, E8M0, E4M3 = range(5)  # Type
 DENSE, AFFINE, FP4 = range(3)  # Format
 ATTENTION_ROWS, AT_ONCE = 32, 8
+FORMS = "full", "int8", "int16"  # of activations; one table each
 NO_MASK, FLAGS, MASK_F32, MASK_F16, MASK_BF16 = range(5)
 
 Int, Long, Float, Pointer = c.c_int, c.c_int64, c.c_float, c.c_uint64
@@ -198,8 +199,8 @@ def host_call(address: int, kinds: tuple, arguments: list) -> int | float | None
     return c.CFUNCTYPE(*kinds)(address)(*arguments)
 
 
-def host_tables(library: str, rounded: bool) -> tuple[Table, Table]:
-    """The tables of fused.cpp and kernels_portable.cpp, compiled for this machine."""
+def host_tables(library: str, form: int) -> tuple[Table, Table]:
+    """For one of FORMS the tables of fused.cpp and kernels_portable.cpp, compiled for this machine."""
     lib = c.CDLL(library)
     sizes = list((c.c_int64 * len(STRUCTURES)).in_dll(lib, "sizes"))
     here = [c.sizeof(structure) for structure in STRUCTURES]
@@ -210,8 +211,8 @@ def host_tables(library: str, rounded: bool) -> tuple[Table, Table]:
     tables = []
     for name in ("fused", "portable"):
         give = getattr(lib, f"{name}_table")
-        give.restype, give.argtypes = c.c_void_p, (c.c_bool,)
-        tables.append(Table(name, KernelTable.from_address(give(rounded)), host_call))
+        give.restype, give.argtypes = c.c_void_p, (c.c_int,)
+        tables.append(Table(name, KernelTable.from_address(give(form)), host_call))
     return tables[0], tables[1]
 
 

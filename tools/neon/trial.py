@@ -49,13 +49,21 @@ class Trial:
     """Three tables, memory that all of them see, and random numbers.
 
     `fused` is the one that has to give the same bytes as NEON's, `portable` the one that may differ by roundings.
+    All of them round rows to `form`.
     """
 
     def __init__(
-        self, neon: Table, fused: Table, portable: Table, room: Room, reference: str = "the fused table"
+        self,
+        neon: Table,
+        fused: Table,
+        portable: Table,
+        room: Room,
+        reference: str = "the fused table",
+        form: str = "full",
     ) -> None:
         self.neon, self.fused, self.portable, self.room, self.reference = neon, fused, portable, room, reference
         self.tables = neon, fused, portable
+        self.form = form
         self.random = np.random.default_rng(20)
         self.counts: dict[str, Count] = {}
 

@@ -12,7 +12,7 @@ from .errors import UsageError
 if TYPE_CHECKING:
     from .registry import Kernel, Registry
 
-ROUNDED = "int8"  # MLX_SPEC_ACTIVATIONS, and the end of a kernel's path that rounds
+ROUNDED = ("int16", "int8")  # of MLX_SPEC_ACTIVATIONS; a kernel's path that rounds ends so
 log = logging.getLogger("mlx_spec.load")
 
 Swap = Callable[[Any], "Any | None"]
@@ -152,13 +152,14 @@ def use_kernels(*models: Any) -> KernelUse:
 
 
 def unrounded(use: KernelUse, *models: Any) -> str:
-    """Why MLX_SPEC_ACTIVATIONS=int8 changes nothing here, "" when it does or was not asked for."""
+    """Why MLX_SPEC_ACTIVATIONS changes nothing here, "" when it does or asks for nothing."""
     from .settings import get_settings
 
-    if get_settings().activations != ROUNDED:
+    form = get_settings().activations
+    if form not in ROUNDED:
         return ""
-    asked = f"MLX_SPEC_ACTIVATIONS={ROUNDED} changes nothing here: found"
-    if not any(path.endswith(ROUNDED) for path in use.layers):
+    asked = f"MLX_SPEC_ACTIVATIONS={form} changes nothing here: found"
+    if not any(path.endswith(f" {form}") for path in use.layers):
         return f"{asked} {use.line()}, expected kernels of mlx-spec-cpu"
     modules = [module for model in models if model is not None for _, module in model.named_modules()]
     if any(getattr(m, "bits", None) in (4, 8) and getattr(m, "mode", "affine") == "affine" for m in modules):

@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from .settings import default_cache_dir, plugin_names, split_names, variables
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-Activations = Literal["full", "int8"]
+Activations = Literal["full", "int16", "int8"]
 Names = Annotated[tuple[str, ...], NoDecode]
 
 
@@ -64,7 +64,7 @@ class Settings(BaseSettings):
     kernels: Names | None = Field(None, description="off leaves all to mlx; op names use only these kernels")
     threads: Whole | None = Field(None, ge=1, description="threads of CPU kernels; default: all usable cores")
     activations: Activations = Field(
-        "full", description='"int8": CPU kernels round activations before 4- and 8-bit weights, which is faster'
+        "full", description='"int16", "int8": CPU kernels round activations before 4- and 8-bit weights; faster blocks'
     )
 
     draft_profile: bool = Field(False, description="time every phase of a round by itself, and print it")

@@ -1,9 +1,10 @@
-// Rows rounded to bytes by packed codes of four or eight bits. Included by linear.inl.
+// Rows rounded to whole numbers by packed codes of four or eight bits. Included by linear.inl.
 //
-// Every BYTE_GROUP elements of a row share a factor, the largest magnitude over 127, and are stored as whole numbers of
-// factors, from -127 to 127, to nearest with ties to even. What is computed is the product with the row so rounded: sums of
-// codes times bytes are whole numbers and exact. Row invariance: a column is one lane's chain over the row's groups,
-// bias * sum(x) at the begin of each group of weights, then scale * sum(q * byte) * factor for every group of the row.
+// Every BYTE_GROUP elements of a row share a factor and are stored as whole numbers q of factors, to nearest with ties to
+// even. In one byte q is at most 127 and the factor the largest magnitude over 127; in two, 128 high + low with low from
+// -64 to 63, it is at most 127 * 128. What is computed is the product with the row so rounded: sums of codes times q
+// are whole numbers and exact. Row invariance: a column is one lane's chain over the row's groups, bias * sum(x) at the
+// begin of each group of weights, then scale * sum(code * q) * factor for every group of the row.
 // Codes of W columns are turned around for that, which costs as much as a product of one or two rows; memory is slower.
 
 constexpr int BYTE_GROUP = 32;
@@ -13,11 +14,17 @@ constexpr int64_t NEXT_NEAR = 512;         // bytes of a column: the next block 
 
 static bool in_bytes(const Weights& w) { return w.format == Format::affine && (w.bits == 4 || w.bits == 8); }
 
+// The largest of the whole numbers.
+static constexpr int largest_whole(int bytes) { return bytes == 1 ? 127 : 127 * 128; }
+
 // Floats from the beginning of a row to its factors, to the sums of its groups (as whole numbers, times 128) and to the
 // sums of rounded elements of each group of weights.
-static int64_t factors_at(int64_t K) { return K / 4; }
-static int64_t starts_at(int64_t K) { return K / 4 + K / BYTE_GROUP; }
-static int64_t weight_sums_at(int64_t K) { return K / 4 + 2 * (K / BYTE_GROUP); }
+template <int bytes>
+static int64_t factors_at(int64_t K) { return bytes * (K / 4); }
+template <int bytes>
+static int64_t starts_at(int64_t K) { return factors_at<bytes>(K) + K / BYTE_GROUP; }
+template <int bytes>
+static int64_t weight_sums_at(int64_t K) { return factors_at<bytes>(K) + 2 * (K / BYTE_GROUP); }
 
 // The largest magnitude of a group's elements, in bits of a float: those of NaN and infinities are the largest.
 #ifndef SPEC_GROUPS
@@ -31,8 +38,8 @@ static inline uint32_t largest_of_group(const float* x) {
 }
 
 // Elements times `inverse` as whole numbers, and their sum. Of four-bit codes those of even places come before those of odd
-// ones in every eight, as the nibbles of a word do.
-template <int bits>
+// ones in every eight, as the nibbles of a word do; of two bytes four high ones before their low ones.
+template <int bits, int bytes>
 static inline int32_t round_group(const float* x, float inverse, int8_t* out) {
   int32_t q[BYTE_GROUP], sum = 0;
   for (int i = 0; i < BYTE_GROUP; i++) {
@@ -40,19 +47,26 @@ static inline int32_t round_group(const float* x, float inverse, int8_t* out) {
     sum += q[i];
   }
   for (int i = 0; i < BYTE_GROUP; i++) {
-    if constexpr (bits == 8) out[i] = int8_t(q[i]);
-    if constexpr (bits == 4) out[i] = int8_t(q[i / 8 * 8 + i % 4 * 2 + i % 8 / 4]);
+    const int32_t one = bits == 8 ? q[i] : q[i / 8 * 8 + i % 4 * 2 + i % 8 / 4];
+    if constexpr (bytes == 1) {
+      out[i] = int8_t(one);
+    } else {
+      const int32_t high = (one + 64) >> 7;
+      int8_t* four = out + i / 4 * 8 + i % 4;
+      four[0] = int8_t(high), four[4] = int8_t(one - high * 128);
+    }
   }
   return sum;
 }
 #endif
 
 // False for a row with NaN, infinities, or values so large or small that factors could not be told from those.
-template <int bits>
+template <int bits, int bytes>
 static bool round_row(const void* x, Type type, int64_t stride, int64_t K, int group, float* out) {
-  int8_t* bytes = reinterpret_cast<int8_t*>(out);
-  float *factors = out + factors_at(K), *sums = out + weight_sums_at(K);
-  int32_t* starts = reinterpret_cast<int32_t*>(out + starts_at(K));
+  constexpr float most_whole = float(largest_whole(bytes));
+  int8_t* whole = reinterpret_cast<int8_t*>(out);
+  float *factors = out + factors_at<bytes>(K), *sums = out + weight_sums_at<bytes>(K);
+  int32_t* starts = reinterpret_cast<int32_t*>(out + starts_at<bytes>(K));
   float weight_sum = 0;
   for (int64_t k = 0; k < K; k += BYTE_GROUP) {
     float v[BYTE_GROUP];
@@ -63,8 +77,8 @@ static bool round_row(const void* x, Type type, int64_t stride, int64_t K, int g
     }
     const uint32_t most = largest_of_group(v);
     if (most >= uint32_t(127 + 112) << 23 || (most && most < uint32_t(127 - 100) << 23)) return false;
-    const float largest = bits_to_float(most), factor = largest / 127.0f;
-    const int32_t sum = round_group<bits>(v, most ? 127.0f / largest : 0.0f, bytes + k);
+    const float largest = bits_to_float(most), factor = largest / most_whole;
+    const int32_t sum = round_group<bits, bytes>(v, most ? most_whole / largest : 0.0f, whole + bytes * k);
     factors[k / BYTE_GROUP] = factor, starts[k / BYTE_GROUP] = 128 * sum;
     weight_sum += factor * float(sum);
     if ((k + BYTE_GROUP) % group == 0) sums[k / group] = weight_sum, weight_sum = 0;
@@ -84,7 +98,7 @@ static inline void turn_words(const uint8_t* const* at, int64_t from, int64_t by
 }
 
 // A block of up to W columns from n on. `room` has `byte_floats`.
-template <int bits>
+template <int bits, int bytes>
 struct ByteBlock {
   static constexpr int group_words = BYTE_GROUP * bits / 32, unit_groups = UNIT_WORDS / group_words;
   const Product& p;
@@ -100,9 +114,9 @@ struct ByteBlock {
     scales = room, biases = scales + groups * W, words = biases + groups * W;
     put_scales(p.w.scales, scales), put_scales(p.w.biases, biases);
     // memory may take longer than one block does
-    const int64_t bytes = W * groups * size_of(p.w.scale_type), next = 2 * bytes + n * groups * size_of(p.w.scale_type);
-    fetch(static_cast<const char*>(p.w.scales) + next, bytes, 0, BLOCK);
-    fetch(static_cast<const char*>(p.w.biases) + next, bytes, 0, BLOCK);
+    const int64_t size = W * groups * size_of(p.w.scale_type), next = 2 * size + n * groups * size_of(p.w.scale_type);
+    fetch(static_cast<const char*>(p.w.scales) + next, size, 0, BLOCK);
+    fetch(static_cast<const char*>(p.w.biases) + next, size, 0, BLOCK);
   }
 
   // Scales or biases of the block, a vector for each group.
@@ -158,7 +172,7 @@ struct ByteBlock {
     vec chain[MR];
 #pragma GCC unroll 8
     for (int r = 0; r < MR; r++) x[r] = p.x[m + r], chain[r] = zero();
-    const int64_t groups = p.K / BYTE_GROUP, factors = factors_at(p.K), sums = weight_sums_at(p.K);
+    const int64_t groups = p.K / BYTE_GROUP, factors = factors_at<bytes>(p.K), sums = weight_sums_at<bytes>(p.K);
     const bool near = p.w.row_bytes <= NEXT_NEAR;
     const int shift = p.w.group == 32 ? 0 : p.w.group == 64 ? 1 : 2;
     for (int64_t u = 0, g = 0; g < groups; u++) {
@@ -179,29 +193,38 @@ struct ByteBlock {
         constexpr bool apart = MR < 3;  // two sums of a group, which few rows would wait for: whole numbers do not tell
         ints sum[MR], other[MR];
 #pragma GCC unroll 8
-        for (int r = 0; r < MR; r++) {
-          int32_t start = 0;
-          if constexpr (bits == 8 && CENTRED) memcpy(&start, x[r] + starts_at(p.K) + g, 4);
-          sum[r] = all_words(start), other[r] = all_words(0);
-        }
+        for (int r = 0; r < MR; r++) sum[r] = all_words(0);
+#pragma GCC unroll 2
+        for (int byte = 0; byte < bytes; byte++) {  // of an element, the high one first
 #pragma GCC unroll 8
-        for (int i = 0; i < group_words; i++) {
-          const ints stored = v[j * group_words + i];
-          if constexpr (bits == 8) {
-            const ints codes = CENTRED ? less_128(stored) : stored;
-#pragma GCC unroll 8
-            for (int r = 0; r < MR; r++) {
-              ints& to = apart && i % 2 ? other[r] : sum[r];
-              to = add_bytes<8>(to, codes, x[r] + 8 * g + i);
+          for (int r = 0; r < MR; r++) {
+            if (byte) sum[r] = times_128(apart ? plus(sum[r], other[r]) : sum[r]);
+            other[r] = all_words(0);
+            if constexpr (bits == 8 && CENTRED) {
+              int32_t start;
+              memcpy(&start, x[r] + starts_at<bytes>(p.K) + g, 4);
+              if (byte + 1 == bytes) sum[r] = plus(sum[r], all_words(start));
             }
-          } else {
-            const ints low = low_nibbles(stored), high = high_nibbles(stored);
+          }
 #pragma GCC unroll 8
-            for (int r = 0; r < MR; r++) sum[r] = add_bytes<4>(sum[r], low, x[r] + 8 * g + 2 * i);
+          for (int i = 0; i < group_words; i++) {
+            const ints stored = v[j * group_words + i];
+            if constexpr (bits == 8) {
+              const ints codes = CENTRED ? less_128(stored) : stored;
 #pragma GCC unroll 8
-            for (int r = 0; r < MR; r++) {
-              ints& to = apart ? other[r] : sum[r];
-              to = add_bytes<4>(to, high, x[r] + 8 * g + 2 * i + 1);
+              for (int r = 0; r < MR; r++) {
+                ints& to = apart && i % 2 ? other[r] : sum[r];
+                to = add_bytes<8>(to, codes, x[r] + bytes * (8 * g + i) + byte);
+              }
+            } else {
+              const ints low = low_nibbles(stored), high = high_nibbles(stored);
+#pragma GCC unroll 8
+              for (int r = 0; r < MR; r++) sum[r] = add_bytes<4>(sum[r], low, x[r] + bytes * (8 * g + 2 * i) + byte);
+#pragma GCC unroll 8
+              for (int r = 0; r < MR; r++) {
+                ints& to = apart ? other[r] : sum[r];
+                to = add_bytes<4>(to, high, x[r] + bytes * (8 * g + 2 * i + 1) + byte);
+              }
             }
           }
         }
@@ -238,16 +261,17 @@ struct ByteBlock {
   }
 };
 
-template <int bits>
-static void product_of_bytes(const Product& p, int64_t first, int64_t last) {
+template <int bits, int bytes>
+static void columns_of_bytes(const Product& p, int64_t first, int64_t last) {
   for (int64_t n = first; n < last; n += W) {
     if ((n - first) % BLOCK == 0) touch_ahead(p, first, last, n);
-    ByteBlock<bits>(p, n, last - n < W ? last - n : W, p.scratch).all_rows();
+    ByteBlock<bits, bytes>(p, n, last - n < W ? last - n : W, p.scratch).all_rows();
   }
 }
 
+template <int bytes>
 static void product_of_bytes(const Product& p, int64_t first, int64_t last) {
-  p.w.bits == 4 ? product_of_bytes<4>(p, first, last) : product_of_bytes<8>(p, first, last);
+  p.w.bits == 4 ? columns_of_bytes<4, bytes>(p, first, last) : columns_of_bytes<8, bytes>(p, first, last);
 }
 
 static int64_t byte_floats(const Product& p) {
@@ -256,6 +280,7 @@ static int64_t byte_floats(const Product& p) {
   return 2 * groups * W + (widened > turned ? widened : turned);
 }
 
+template <int bytes>
 static bool prepare_bytes(const Weights& w, const void* x, Type type, int64_t stride, int64_t K, float* out) {
-  return w.bits == 4 ? round_row<4>(x, type, stride, K, w.group, out) : round_row<8>(x, type, stride, K, w.group, out);
+  return w.bits == 4 ? round_row<4, bytes>(x, type, stride, K, w.group, out) : round_row<8, bytes>(x, type, stride, K, w.group, out);
 }

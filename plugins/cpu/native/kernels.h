@@ -147,7 +147,7 @@ struct Kernels {
   void (*product)(const Product&, int64_t first, int64_t last);
   // One row of activations as floats, zero-padded, in the order the weights are decoded in.
   void (*prepare)(const Weights&, const void* x, Type type, int64_t stride, int64_t K, int64_t padded, float* out);
-  // Whether rows of this type are multiplied in a form of their own: two elements at a time, or rounded to bytes.
+  // Whether rows of this type are multiplied in a form of their own: two elements at a time, or rounded to whole numbers.
   bool (*compacts)(const Weights&, Type type);
   // One row in that form, in the room `prepare` takes but at least 128 floats; false for a row that holds NaN, infinity
   // or values so large that it has to be prepared as floats.
@@ -193,11 +193,12 @@ struct Kernels {
   int multiply_adds_a_round;
 };
 
-// Of an instruction set: exact products, or those of rows rounded to bytes where weights are packed codes of four or eight bits.
-const Kernels* avx512bf16_kernels(bool rounded);
-const Kernels* avx512_kernels(bool rounded);
-const Kernels* avx2_kernels(bool rounded);
-const Kernels* neon_kernels(bool rounded);
-const Kernels* portable_kernels(bool rounded);
+// Of an instruction set: exact products (0), or those of rows rounded to one or two bytes where weights are packed codes of
+// four or eight bits.
+const Kernels* avx512bf16_kernels(int bytes);
+const Kernels* avx512_kernels(int bytes);
+const Kernels* avx2_kernels(int bytes);
+const Kernels* neon_kernels(int bytes);
+const Kernels* portable_kernels(int bytes);
 
 }  // namespace spec

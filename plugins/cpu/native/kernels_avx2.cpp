@@ -11,11 +11,11 @@ namespace {
 #include "vec_avx2.h"
 #include "table.inl"
 
-const Kernels kernels[] = {table<false>("avx2"), table<true>("avx2 int8")};
+const Kernels kernels[] = {table<0>("avx2"), table<1>("avx2 int8"), table<2>("avx2 int16")};
 }  // namespace
 
-const Kernels* avx2_kernels(bool rounded) { return kernels + rounded; }
+const Kernels* avx2_kernels(int bytes) { return kernels + bytes; }
 }  // namespace spec
 #else
-const spec::Kernels* spec::avx2_kernels(bool) { return nullptr; }
+const spec::Kernels* spec::avx2_kernels(int) { return nullptr; }
 #endif

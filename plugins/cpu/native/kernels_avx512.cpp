@@ -11,11 +11,11 @@ namespace {
 #include "vec_avx512.h"
 #include "table.inl"
 
-const Kernels kernels[] = {table<false>("avx512"), table<true>("avx512 int8")};
+const Kernels kernels[] = {table<0>("avx512"), table<1>("avx512 int8"), table<2>("avx512 int16")};
 }  // namespace
 
-const Kernels* avx512_kernels(bool rounded) { return kernels + rounded; }
+const Kernels* avx512_kernels(int bytes) { return kernels + bytes; }
 }  // namespace spec
 #else
-const spec::Kernels* spec::avx512_kernels(bool) { return nullptr; }
+const spec::Kernels* spec::avx512_kernels(int) { return nullptr; }
 #endif

@@ -14,11 +14,11 @@ namespace {
 #include "vec_avx512.h"
 #include "table.inl"
 
-const Kernels kernels[] = {table<false>("avx512bf16"), table<true>("avx512bf16 int8")};
+const Kernels kernels[] = {table<0>("avx512bf16"), table<1>("avx512bf16 int8"), table<2>("avx512bf16 int16")};
 }  // namespace
 
-const Kernels* avx512bf16_kernels(bool rounded) { return kernels + rounded; }
+const Kernels* avx512bf16_kernels(int bytes) { return kernels + bytes; }
 }  // namespace spec
 #else
-const spec::Kernels* spec::avx512bf16_kernels(bool) { return nullptr; }
+const spec::Kernels* spec::avx512bf16_kernels(int) { return nullptr; }
 #endif

@@ -11,11 +11,11 @@ namespace {
 #include "vec_neon.h"
 #include "table.inl"
 
-const Kernels kernels[] = {table<false>("neon"), table<true>("neon int8")};
+const Kernels kernels[] = {table<0>("neon"), table<1>("neon int8"), table<2>("neon int16")};
 }  // namespace
 
-const Kernels* neon_kernels(bool rounded) { return kernels + rounded; }
+const Kernels* neon_kernels(int bytes) { return kernels + bytes; }
 }  // namespace spec
 #else
-const spec::Kernels* spec::neon_kernels(bool) { return nullptr; }
+const spec::Kernels* spec::neon_kernels(int) { return nullptr; }
 #endif

@@ -10,8 +10,8 @@ namespace {
 #include "vec_plain.h"
 #include "table.inl"
 
-const Kernels kernels[] = {table<false>("portable"), table<true>("portable int8")};
+const Kernels kernels[] = {table<0>("portable"), table<1>("portable int8"), table<2>("portable int16")};
 }  // namespace
 
-const Kernels* portable_kernels(bool rounded) { return kernels + rounded; }
+const Kernels* portable_kernels(int bytes) { return kernels + bytes; }
 }  // namespace spec

@@ -37,10 +37,10 @@ bool runs(const char* name) {
 }
 
 // Best first.
-std::vector<const Kernels*> available(bool rounded = false) {
+std::vector<const Kernels*> available(int bytes = 0) {
   std::vector<const Kernels*> found;
   for (auto of : {avx512bf16_kernels, avx512_kernels, avx2_kernels, neon_kernels, portable_kernels})
-    if (of(false) && runs(of(false)->name)) found.push_back(of(rounded));
+    if (of(0) && runs(of(0)->name)) found.push_back(of(bytes));
   return found;
 }
 
@@ -435,8 +435,8 @@ const Kernels& kernels() {
 }
 
 bool use_kernels(const std::string& name) {
-  for (bool rounded : {false, true}) {
-    for (auto* k : available(rounded)) {
+  for (int bytes : {0, 1, 2}) {
+    for (auto* k : available(bytes)) {
       if (name != k->name) continue;
       chosen.store(k);
       return true;

@@ -19,8 +19,8 @@ namespace mx = mlx::core;
 
 // The kernels in use: the best this processor runs, unless `use_kernels` chose others.
 const Kernels& kernels();
-// False when this processor or build lacks them. With " int8" behind a name, rows by packed codes of four or eight bits are
-// rounded to bytes.
+// False when this processor or build lacks them. With " int8" or " int16" behind a name, rows by packed codes of four or
+// eight bits are rounded to one or two bytes.
 bool use_kernels(const std::string& name);
 std::string kernel_names();                 // what this processor runs, best first, separated by commas
 

@@ -459,9 +459,12 @@ static void by_size(const Product& p, int64_t first, int64_t last) {
   multiply<Packed<D, bits>>(p, first, last);
 }
 
-template <bool rounded>
+template <int bytes>
 static void product(const Product& p, int64_t first, int64_t last) {
-  if (p.compact) return rounded && in_bytes(p.w) ? product_of_bytes(p, first, last) : product_of_pairs(p, first, last);
+  if constexpr (bytes > 0) {
+    if (p.compact && in_bytes(p.w)) return product_of_bytes<bytes>(p, first, last);
+  }
+  if (p.compact) return product_of_pairs(p, first, last);
   if (p.w.format == Format::dense) {
     switch (p.w.type) {
       case Type::bf16: return multiply<Plain<Dense<Type::bf16>>>(p, first, last);
@@ -480,9 +483,9 @@ static void product(const Product& p, int64_t first, int64_t last) {
   }
 }
 
-template <bool rounded>
+template <int bytes>
 static int64_t scratch_floats(const Product& p) {
-  if (p.compact) return rounded && in_bytes(p.w) ? byte_floats(p) : pair_scratch(p);
+  if (p.compact) return bytes && in_bytes(p.w) ? byte_floats(p) : pair_scratch(p);
   if (p.rows > FUSED_ROWS) return panel_columns(p.padded) * p.padded;
   return p.w.format == Format::dense ? 0 : 2 * BLOCK * (p.K / p.w.group);
 }
@@ -494,19 +497,22 @@ static bool swapped(const Weights& w) {
   return w.format == Format::affine && w.bits == 4 && Affine<4>::swapped;
 }
 
-template <bool rounded>
+template <int bytes>
 static bool compacts(const Weights& w, Type type) {
-  return (rounded && in_bytes(w)) || pairs(w, type);
+  return (bytes && in_bytes(w)) || pairs(w, type);
 }
 
-template <bool rounded>
+template <int bytes>
 static bool compact(const Weights& w, const void* x, Type type, int64_t stride, int64_t K, float* out) {
-  return rounded && in_bytes(w) ? prepare_bytes(w, x, type, stride, K, out) : prepare_pairs(w, x, stride, K, out);
+  if constexpr (bytes > 0) {
+    if (in_bytes(w)) return prepare_bytes<bytes>(w, x, type, stride, K, out);
+  }
+  return prepare_pairs(w, x, stride, K, out);
 }
 
-template <bool rounded>
+template <int bytes>
 static bool direct(const Weights& w, Type type, int64_t K) {
-  if (rounded && in_bytes(w)) return false;
+  if (bytes && in_bytes(w)) return false;
   if (pairs(w, type)) return w.format == Format::dense && K % (lane_floats(w, 1, K) ? 2 : 2 * W) == 0;
   return type == Type::f32 && K % W == 0 && !swapped(w);
 }

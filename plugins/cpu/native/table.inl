@@ -11,21 +11,21 @@
 #include "greedy.inl"
 #include "limits.inl"
 
-// `rounded`: rows by packed codes of four or eight bits are rounded to bytes.
-template <bool rounded>
+// `bytes`: what rows by packed codes of four or eight bits are rounded to, 0 where they are not.
+template <int bytes>
 static constexpr Kernels table(const char* name) {
   return {
       .name = name,
-      .scratch_floats = scratch_floats<rounded>,
+      .scratch_floats = scratch_floats<bytes>,
       .columns = columns,
-      .product = product<rounded>,
+      .product = product<bytes>,
       .prepare = prepare,
-      .compacts = compacts<rounded>,
-      .compact = compact<rounded>,
+      .compacts = compacts<bytes>,
+      .compact = compact<bytes>,
       .lane_floats = lane_floats,
       .put_in_lanes = put_in_lanes,
       .width = W,
-      .direct = direct<rounded>,
+      .direct = direct<bytes>,
       .rms = rms,
       .attention_floats = attention_floats,
       .begin = begin,

@@ -104,6 +104,7 @@ static inline vec as_floats(ints v) { return _mm256_castsi256_ps(v); }
 static inline vec to_floats(ints v) { return _mm256_cvtepi32_ps(v); }
 static inline ints plus(ints a, ints b) { return _mm256_add_epi32(a, b); }
 static inline ints all_words(int32_t n) { return _mm256_set1_epi32(n); }
+static inline ints times_128(ints v) { return _mm256_slli_epi32(v, 7); }
 // Each half as the upper one of a word.
 static inline ints low_halves(ints v) { return _mm256_slli_epi32(v, 16); }
 static inline ints high_halves(ints v) { return _mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000u))); }

@@ -166,6 +166,7 @@ static inline vec as_floats(ints v) { return _mm512_castsi512_ps(v); }
 static inline vec to_floats(ints v) { return _mm512_cvtepi32_ps(v); }
 static inline ints plus(ints a, ints b) { return _mm512_add_epi32(a, b); }
 static inline ints all_words(int32_t n) { return _mm512_set1_epi32(n); }
+static inline ints times_128(ints v) { return _mm512_slli_epi32(v, 7); }
 // Each half as the upper one of a word.
 static inline ints low_halves(ints v) { return _mm512_slli_epi32(v, 16); }
 static inline ints high_halves(ints v) { return _mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000u))); }
@@ -208,12 +209,22 @@ static inline uint32_t largest_of_group(const float* x) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   return uint32_t(_mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512(words_of(load(x)), magnitude), _mm512_and_si512(words_of(load(x + W)), magnitude))));
 }
-template <int bits>
+template <int bits, int bytes>
 static inline int32_t round_group(const float* x, float inverse, int8_t* out) {
   const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(load(x), ones(inverse))), b = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + W), ones(inverse)));
   const __m128i order = bits == 4 ? _mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0) : _mm_set_epi8(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(a), order));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + W), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(b), order));
+  __m128i* to = reinterpret_cast<__m128i*>(out);
+  auto put = [&](__m512i q) {
+    if constexpr (bytes == 1) {
+      _mm_storeu_si128(to++, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(q), order));
+    } else {
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
+      const __m128i h = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order);
+      const __m128i l = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(_mm512_sub_epi32(q, times_128(high))), order);
+      _mm_storeu_si128(to++, _mm_unpacklo_epi32(h, l)), _mm_storeu_si128(to++, _mm_unpackhi_epi32(h, l));
+    }
+  };
+  put(a), put(b);
   return _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
 }
 

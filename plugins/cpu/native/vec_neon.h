@@ -76,6 +76,7 @@ static inline vec as_floats(ints v) { return vreinterpretq_f32_s32(v); }
 static inline vec to_floats(ints v) { return vcvtq_f32_s32(v); }
 static inline ints plus(ints a, ints b) { return vaddq_s32(a, b); }
 static inline ints all_words(int32_t n) { return vdupq_n_s32(n); }
+static inline ints times_128(ints v) { return vshlq_n_s32(v, 7); }
 // Each half as the upper one of a word.
 static inline ints low_halves(ints v) { return vshlq_n_s32(v, 16); }
 static inline ints high_halves(ints v) { return vandq_s32(v, vdupq_n_s32(int32_t(0xffff0000u))); }

@@ -124,6 +124,10 @@ static inline ints plus(ints a, ints b) {
   return a;
 }
 static inline ints all_words(int32_t n) { return {{n, n, n, n}}; }
+static inline ints times_128(ints v) {
+  for (int32_t& w : v.v) w *= 128;
+  return v;
+}
 // Each half as the upper one of a word.
 static inline ints low_halves(ints v) {
   for (int32_t& w : v.v) w = int32_t(uint32_t(w) << 16);

@@ -1,4 +1,4 @@
-"""Rows rounded to 8 bits (MLX_SPEC_ACTIVATIONS=int8): exact products of rounded rows, in any company."""
+"""Rows rounded to whole numbers (MLX_SPEC_ACTIVATIONS): exact products of rounded rows, in any company."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ TOLERANCE = {mx.float32: 2e-6, mx.bfloat16: 4e-3, mx.float16: 5e-4}
 ROUNDED = [Packing("affine", bits, group) for bits in (4, 8) for group in (32, 64, 128)]
 OTHERS = [Packing("dense"), *(Packing("affine", bits, 64) for bits in (2, 3, 5, 6)), Packing("mxfp4", 4, 32)]
 GROUP = 32  # elements of a row that are rounded together
+FORMS = {"int8": 127, "int16": 127 * 128}  # the largest whole number of each
 
 
 def activations(rows: int, K: int, dtype: mx.Dtype, seed: int = 1) -> mx.array:
@@ -36,24 +37,26 @@ def activations(rows: int, K: int, dtype: mx.Dtype, seed: int = 1) -> mx.array:
     return mx.where(size == 8, 0, x).astype(dtype)
 
 
-def rounded(x: mx.array) -> np.ndarray:
-    """Each row as whole numbers of a group's largest magnitude over 127, in float64."""
+def rounded(x: mx.array, form: str) -> np.ndarray:
+    """Each row as whole numbers of a group's largest magnitude over that of the form, in float64."""
     groups = np.array(x.astype(mx.float32)).reshape(-1, GROUP)
     largest = np.abs(groups).max(axis=1, keepdims=True)
-    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    most = np.float32(FORMS[form])
+    inverse = np.divide(most, largest, out=np.zeros_like(largest), where=largest > 0)
     whole = np.rint(groups * inverse).astype(np.float64)
-    exact: np.ndarray = whole * (largest / np.float32(127)).astype(np.float64)
+    exact: np.ndarray = whole * (largest / most).astype(np.float64)
     return exact.reshape(x.shape)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scales", DTYPES, ids=lambda d: f"scales-{d}")
 @pytest.mark.parametrize("packing", ROUNDED, ids=str)
 def test_it_is_the_product_of_the_rounded_row(
-    library: Any, packing: Packing, scales: mx.Dtype, dtype: mx.Dtype, kernels: str
+    library: Any, packing: Packing, scales: mx.Dtype, dtype: mx.Dtype, kernels: str, form: str
 ) -> None:
-    assert library.use_kernels(f"{kernels} int8")
+    assert library.use_kernels(f"{kernels} {form}")
     for K, N in ((packing.group_size, 5), (384, 33), (640, 18), (1152, 16)):
         layer, x = make_layer(packing, scales, N, K), activations(19, K, dtype)
         alone = [raw(library.linear(x[r : r + 1], **layer.arguments)) for r in range(19)]
@@ -62,39 +65,44 @@ def test_it_is_the_product_of_the_rounded_row(
             for rows in (*range(1, 10), 16, 19):
                 y = library.linear(x[:rows], **layer.arguments)
                 assert [raw(y[r : r + 1]) for r in range(rows)] == alone[:rows], (K, rows, threads)
-        exact = rounded(x) @ layer.exact.T
-        sizes = np.abs(rounded(x)) @ np.abs(layer.exact).T
+        exact = rounded(x, form) @ layer.exact.T
+        sizes = np.abs(rounded(x, form)) @ np.abs(layer.exact).T
         assert (np.abs(as_float64(y) - exact) <= TOLERANCE[y.dtype] * sizes).all()
         # and that is not the product of the row itself, which a test of closeness alone would not tell
-        assert np.abs(rounded(x) - as_float64(x)).max() > 0
+        assert np.abs(rounded(x, form) - as_float64(x)).max() > 0
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("packing", ROUNDED, ids=str)
-def test_it_is_near_the_product_of_the_row(library: Any, packing: Packing, kernels: str) -> None:
-    """An element is missed by at most half of 1/127 of its group's largest one."""
-    assert library.use_kernels(f"{kernels} int8")
+def test_it_is_near_the_product_of_the_row(library: Any, packing: Packing, kernels: str, form: str) -> None:
+    """An element is missed by at most half a whole number."""
+    assert library.use_kernels(f"{kernels} {form}")
     layer, x = make_layer(packing, mx.float32, 40, 384), activations(9, 384, mx.float32)
     largest = np.abs(as_float64(x)).reshape(9, -1, GROUP).max(axis=-1).repeat(GROUP, axis=-1)
     y = as_float64(library.linear(x, **layer.arguments))
-    assert (np.abs(y - as_float64(x) @ layer.exact.T) <= 0.501 / 127 * largest @ np.abs(layer.exact).T).all()
+    assert (np.abs(y - as_float64(x) @ layer.exact.T) <= 0.501 / FORMS[form] * largest @ np.abs(layer.exact).T).all()
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("packing", OTHERS, ids=str)
-def test_other_weights_are_multiplied_as_ever(library: Any, packing: Packing, kernels: str) -> None:
+def test_other_weights_are_multiplied_as_ever(library: Any, packing: Packing, kernels: str, form: str) -> None:
     layer, x = make_layer(packing, mx.bfloat16, 21, 192), activations(9, 192, mx.bfloat16)
     results = []
-    for name in (kernels, f"{kernels} int8"):
+    for name in (kernels, f"{kernels} {form}"):
         assert library.use_kernels(name)
         results.append(raw(library.linear(x, **layer.arguments)))
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("packing", [Packing("affine", 4, 32), Packing("affine", 8, 64)], ids=str)
 @pytest.mark.parametrize("odd", [mx.nan, mx.inf, -mx.inf, 2.0**113, 2.0**-101])
-def test_rows_that_cannot_be_rounded_are_not(library: Any, packing: Packing, odd: float, kernels: str) -> None:
+def test_rows_that_cannot_be_rounded_are_not(
+    library: Any, packing: Packing, odd: float, kernels: str, form: str
+) -> None:
     """NaN, infinities and values beyond any factor: such a row is the exact kernels', its neighbours are rounded."""
     layer, x = make_layer(packing, mx.float32, 21, 128), activations(9, 128, mx.float32)
     if abs(odd) < 1:  # of a row whose groups are larger nobody would see it
@@ -102,20 +110,21 @@ def test_rows_that_cannot_be_rounded_are_not(library: Any, packing: Packing, odd
     x = mx.where((mx.arange(9)[:, None] == 4) & (mx.arange(128) == 5), odd, x)
     assert library.use_kernels(kernels)
     exact = raw(library.linear(x[4:5], **layer.arguments))
-    assert library.use_kernels(f"{kernels} int8")
+    assert library.use_kernels(f"{kernels} {form}")
     y = library.linear(x, **layer.arguments)
     assert raw(y[4:5]) == exact
     assert [raw(y[r : r + 1]) for r in range(9)] == [
         raw(library.linear(x[r : r + 1], **layer.arguments)) for r in range(9)
     ]
     others = [r for r in range(9) if r != 4]
-    sizes = np.abs(rounded(x[mx.array(others)])) @ np.abs(layer.exact).T
-    assert (np.abs(as_float64(y)[others] - rounded(x[mx.array(others)]) @ layer.exact.T) <= 2e-6 * sizes).all()
+    sizes = np.abs(rounded(x[mx.array(others)], form)) @ np.abs(layer.exact).T
+    assert (np.abs(as_float64(y)[others] - rounded(x[mx.array(others)], form) @ layer.exact.T) <= 2e-6 * sizes).all()
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernels", SETS)
-def test_rows_that_lie_apart_biases_and_no_rows(library: Any, kernels: str) -> None:
-    assert library.use_kernels(f"{kernels} int8")
+def test_rows_that_lie_apart_biases_and_no_rows(library: Any, kernels: str, form: str) -> None:
+    assert library.use_kernels(f"{kernels} {form}")
     layer, x = make_layer(Packing("affine", 4, 64), mx.bfloat16, 35, 192), activations(11, 192, mx.bfloat16)
     y = library.linear(x, **layer.arguments)
     apart = mx.as_strided(mx.contiguous(x.T), x.shape, (1, x.shape[0]))
@@ -130,9 +139,10 @@ def test_rows_that_lie_apart_biases_and_no_rows(library: Any, kernels: str) -> N
     )
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernels", SETS)
-def test_experts_and_recipes_give_the_same_rows(library: Any, kernels: str) -> None:
-    assert library.use_kernels(f"{kernels} int8")
+def test_experts_and_recipes_give_the_same_rows(library: Any, kernels: str, form: str) -> None:
+    assert library.use_kernels(f"{kernels} {form}")
     layers = [make_layer(Packing("affine", 4, 32), mx.bfloat16, 29, 96, seed) for seed in range(3)]
     arrays = {name: mx.stack([layer.arguments[name] for layer in layers]) for name in ("weight", "scales", "biases")}
     x = activations(12, 96, mx.bfloat16)
@@ -185,12 +195,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 PROMPT = [(7 * i) % 120 + 3 for i in range(19)]
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("settings", [None, Sampling(temperature=0.9, seed=7)], ids=["greedy", "coupled"])
 def test_speculative_replies_are_plain_replies(
-    folders: tuple[Path, Path], asked: Callable[..., None], settings: Sampling | None
+    folders: tuple[Path, Path], asked: Callable[..., None], settings: Sampling | None, form: str
 ) -> None:
     target, drafter = map(str, folders)
-    asked("int8")
+    asked(form)
     plain = generate(load(target), PROMPT, settings, 40, ignore_eos=True)
     for draft, name in ((drafter, None), (None, "prompt-lookup")):
         for width in (2, 4, 8):
@@ -203,34 +214,38 @@ def test_speculative_replies_are_plain_replies(
 def test_it_is_said_and_kept_apart(folders: tuple[Path, Path], asked: Callable[..., None]) -> None:
     target = str(folders[0])
     lines, keys, logits = [], set(), []
-    for value in ("full", "int8"):
+    for value in ("full", *FORMS):
         asked(value)
         pair = load(target)
         lines.append(pair.plan.kernels.line())
         keys.add(pair_key(pair))
         logits.append(as_float64(pair.target.forward(mx.array([PROMPT]), pair.target.make_states()).logits))
         assert not any("MLX_SPEC_ACTIVATIONS" in note for note in pair.plan.notes)
-    assert lines[0].startswith(f"cpu {SETS[0]} (") and lines[1].startswith(f"cpu {SETS[0]} int8 (")
-    assert len(keys) == 2
-    difference = np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max()
-    assert 0 < difference < 0.2  # a tiny model of random weights: some hundredths
+    assert lines[0].startswith(f"cpu {SETS[0]} (")
+    assert all(line.startswith(f"cpu {SETS[0]} {form} (") for line, form in zip(lines[1:], FORMS, strict=True))
+    assert len(keys) == 3
+    for found, form in zip(logits[1:], FORMS, strict=True):
+        difference = np.abs(logits[0] - found).max() / np.abs(logits[0]).max()
+        assert 0 < difference < 25 / FORMS[form]  # a tiny model of random weights: some hundredths in 8 bits
 
 
+@pytest.mark.parametrize("form", FORMS)
 def test_asking_in_vain_is_said(
     folders: tuple[Path, Path],
     asked: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
+    form: str,
 ) -> None:
-    asked("int8")
-    said = "MLX_SPEC_ACTIVATIONS=int8 changes nothing here: found "
+    asked(form)
+    said = f"MLX_SPEC_ACTIVATIONS={form} changes nothing here: found "
     note = f"{said}no affine weights of 4 or 8 bits (spec convert --q-bits 4 makes such)"
     assert load(str(folders[1])).plan.notes == [note] and note in caplog.messages
-    asked("int8", kernels="off")
+    asked(form, kernels="off")
     pair = load(str(folders[0]))
     assert pair.plan.notes == [f"{said}mlx (MLX_SPEC_KERNELS=off), expected kernels of mlx-spec-cpu"]
     assert pair.plan.kernels.line() == "mlx (MLX_SPEC_KERNELS=off)"
 
 
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch, asked: Callable[..., None]) -> None:
-    with pytest.raises(UsageError, match="MLX_SPEC_ACTIVATIONS: found 'int4', expected 'full' or 'int8'"):
+    with pytest.raises(UsageError, match="MLX_SPEC_ACTIVATIONS: found 'int4', expected 'full', 'int16' or 'int8'"):
         asked("int4")

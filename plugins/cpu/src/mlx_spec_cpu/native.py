@@ -12,7 +12,7 @@ from mlx_spec.kernels import ROUNDED
 
 REBUILD = "pip install --force-reinstall --no-deps ./plugins/cpu (make clean and make demo for a clone's .venv)"
 # What the Python side calls in the library; native/bindings.cpp has the number of what it offers.
-INTERFACE = 13
+INTERFACE = 14
 
 
 def ready() -> tuple[bool, str]:
@@ -36,7 +36,7 @@ def library() -> Any:
 
 
 def use_kernels(name: str) -> None:
-    """Choose an instruction set for the whole process, e.g. "avx2"; "avx2 int8" rounds activations.
+    """Choose an instruction set for the process, e.g. "avx2"; "avx2 int8" (or int16) rounds activations.
 
     RefusedError when it cannot run here.
     """
@@ -45,7 +45,7 @@ def use_kernels(name: str) -> None:
         raise RefusedError(
             "kernels",
             found=repr(name),
-            expected=f"one of {module.kernel_names()}, with or without {ROUNDED!r} behind it",
+            expected=f"one of {module.kernel_names()}, with {' or '.join(map(repr, ROUNDED))} behind it or nothing",
             next_step="Choose one of these",
             code="CP02",
         )
@@ -72,8 +72,8 @@ def _library() -> tuple[ModuleType | None, str]:
     if reason:
         return None, reason
     module.set_threads(_threads())
-    if _rounds():
-        module.use_kernels(f"{module.kernels()} {ROUNDED}")
+    if form := _rounded():
+        module.use_kernels(f"{module.kernels()} {form}")
     return module, ""
 
 
@@ -93,8 +93,9 @@ def _threads() -> int:
     return usable_cores() if asked is None else min(asked, cpuset_cores())
 
 
-def _rounds() -> bool:
-    """Whether MLX_SPEC_ACTIVATIONS asks for rounded rows."""
+def _rounded() -> str:
+    """What MLX_SPEC_ACTIVATIONS asks rows to be rounded to, "" for nothing."""
     from mlx_spec.settings import get_settings
 
-    return get_settings().activations == ROUNDED
+    form = get_settings().activations
+    return form if form in ROUNDED else ""
