@@ -132,6 +132,19 @@ def test_a_verdict_is_remembered_by_the_files(source):
     assert remembered(ref(source), ref(source)) is None
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("KERNELS", "linear"), ("ACTIVATIONS", "int8"), ("PLUGINS", "gemma4,qwen35")]
+)
+def test_a_verdict_belongs_to_the_kernels_that_were_asked_for(source, monkeypatch, variable, value):
+    remember(source)
+    with monkeypatch.context() as changed:
+        changed.setenv(f"MLX_SPEC_{variable}", value)
+        settings.reset_settings()
+        assert remembered(ref(source), ref(source)) is None
+    settings.reset_settings()
+    assert remembered(ref(source), ref(source)).level == "bitwise"
+
+
 def test_the_verdict_told_is_that_of_the_width_that_runs_now(source, monkeypatch):
     """Not the newest one: spec tune proves its widest L, and stores another, or forgets it again."""
     key = "0f" * 16

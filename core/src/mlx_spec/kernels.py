@@ -159,8 +159,9 @@ def unrounded(use: KernelUse, *models: Any) -> str:
     if form not in ROUNDED:
         return ""
     asked = f"MLX_SPEC_ACTIVATIONS={form} changes nothing here: found"
-    if not any(path.endswith(f" {form}") for path in use.layers):
-        return f"{asked} {use.line()}, expected kernels of mlx-spec-cpu"
+    ops = [op for path, counts in use.layers.items() if path.endswith(f" {form}") for op in counts]
+    if not {"linear", "experts"} & set(ops):
+        return f"{asked} {use.line()}, expected kernels of mlx-spec-cpu for linear layers"
     modules = [module for model in models if model is not None for _, module in model.named_modules()]
     if any(getattr(m, "bits", None) in (4, 8) and getattr(m, "mode", "affine") == "affine" for m in modules):
         return ""

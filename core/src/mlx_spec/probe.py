@@ -318,12 +318,15 @@ def remembered(
 
 
 def _files_key(target: ModelRef, drafter: ModelRef) -> str:
-    """Names two checkpoints by their contents."""
+    """Names two checkpoints by their contents, and what kernels they are asked to run on."""
     import hashlib
 
     from .checkpoint import fingerprint
+    from .settings import get_settings
 
-    return hashlib.sha256(f"{fingerprint(target.path)}\n{fingerprint(drafter.path)}".encode()).hexdigest()[:32]
+    asked = get_settings()
+    parts = fingerprint(target.path), fingerprint(drafter.path), asked.kernels, asked.activations, asked.plugins
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 def environment() -> dict[str, str]:

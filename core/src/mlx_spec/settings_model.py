@@ -103,7 +103,7 @@ class Settings(BaseSettings):
             raise ValueError('"hooks", the only thing that can be traced')
         return value
 
-    @field_validator("log_level", mode="before")
+    @field_validator("log_level", "activations", mode="before")
     @classmethod
     def _lower(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value

@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model, quantize_model, save_model
 from mlx_spec import Sampling, generate, load
 from mlx_spec.errors import UsageError
 from mlx_spec.pair import pair_key
-from mlx_spec.settings import reset_settings
+from mlx_spec.settings import get_settings, reset_settings
 from mlx_spec.testing.tiny import write_llama
 from mlx_spec_cpu import native
 from mlx_spec_cpu.recipe import Recipe
@@ -242,10 +242,21 @@ def test_asking_in_vain_is_said(
     assert load(str(folders[1])).plan.notes == [note] and note in caplog.messages
     asked(form, kernels="off")
     pair = load(str(folders[0]))
-    assert pair.plan.notes == [f"{said}mlx (MLX_SPEC_KERNELS=off), expected kernels of mlx-spec-cpu"]
+    assert pair.plan.notes == [f"{said}mlx (MLX_SPEC_KERNELS=off), expected kernels of mlx-spec-cpu for linear layers"]
     assert pair.plan.kernels.line() == "mlx (MLX_SPEC_KERNELS=off)"
+    asked(form, kernels="rms-norm")  # the linear layers are left to mlx
+    pair = load(str(folders[0]))
+    assert pair.plan.notes == [f"{said}{pair.plan.kernels.line()}, expected kernels of mlx-spec-cpu for linear layers"]
 
 
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch, asked: Callable[..., None]) -> None:
     with pytest.raises(UsageError, match="MLX_SPEC_ACTIVATIONS: found 'int4', expected 'full', 'int16' or 'int8'"):
         asked("int4")
+
+
+def test_values_are_read_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_SPEC_ACTIVATIONS", "INT16")
+    reset_settings()
+    assert get_settings().activations == "int16"
+    monkeypatch.undo()
+    reset_settings()
