@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from .errors import LoadError, UsageError
+from .types import Message
 
 log = logging.getLogger("mlx_spec.load")
 
 CONFIG = "tokenizer_config.json"  # names a class and its settings; the tokens themselves are in another file
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", "vocab.*", "*.model", "*.tiktoken", "*.bpe")
 NO_FILES = "no tokenizer files"
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,19 +75,18 @@ def command(**values: Any) -> None:
         note(f"no prompt given: continuing\n{DEMO_PROMPT}")
     refuse_early(chosen, values, text)
     adaptive = not values["fixed"] and chosen.adaptive is not False
-    made: list[tuple[Request, str]] = []
+    made: list[tuple[Request, list[int], str]] = []
 
     def check(pair: Pair) -> None:
         """Refuse what this target cannot serve, before the probe."""
         from ..intake import check_request
 
         prompt, said = encode_prompt(pair, values, text)
-        made.append((check_request(_request(prompt, sampling, values, adaptive), pair), said))
+        made.append((check_request(_request(prompt, sampling, values, adaptive), pair), prompt, said))
 
     with progress("loading and probing") as steps:
         pair = load_pair(values, chosen, steps, check)
-    ((request, said),) = made
-    prompt = list(request.prompt)
+    ((request, prompt, said),) = made
     for line in [pair.plan.line(), *(f"note: {told}" for told in (*pair.plan.notes, said) if told)]:
         note(line)
     if values["profile"]:
@@ -172,9 +171,8 @@ def refuse_early(chosen: PairOptions, values: dict[str, Any], prompt: str | list
     Only checkpoints that serve media besides text are asked about it; for others the tokenizer is read once, with the
     weights.
     """
-    from ..api import no_tokenizer
     from ..heads import text_section
-    from ..intake import check_prompt
+    from ..intake import check_prompt, no_tokenizer
     from ..loading import open_ref
     from ..plugins import get_manager
     from ..tokenizer import lacking, load_tokenizer
