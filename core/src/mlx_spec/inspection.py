@@ -72,6 +72,7 @@ class Inspection:
     drafters: list[DrafterFit] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)  # of the head in this checkpoint
     problems: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what else may change the answer
 
     @property
     def ok(self) -> bool:
@@ -83,12 +84,13 @@ def inspect(
     name: str, drafters: Sequence[str] = (), context: int | None = None, kv_bits: int | None = None
 ) -> Inspection:
     """Look at a directory or hub id; problems are collected, not raised, once every directory is found."""
-    _manager().check_asked()
+    manager = _manager()
+    manager.check_asked()
     check_kernels()
     ref = resolve(name, config=False)
     for candidate in drafters:
         resolve(candidate, config=False, drafter=True)
-    report = Inspection(name, ref.path)
+    report = Inspection(name, ref.path, notes=manager.failures())
     config = _try(report, lambda: read_config(ref.path)) if (ref.path / "config.json").exists() else None
     ref = ModelRef(ref.name, ref.path, config or {})
     _identify(report, ref, config)

@@ -169,17 +169,17 @@ def check_kind(
     Opens no folder. What depends on the target, a head of its own say, is left to `choose_drafter`.
     """
     from .plugins import get_manager
-    from .settings import plugins_note
 
-    get_manager().check_asked()
-    registry = get_manager().registry
+    manager = get_manager()
+    manager.check_asked()
+    registry = manager.registry
     if kind is None or kind == "none":
         return
     if kind not in registry.kinds():
         raise UsageError(
             kind_from,
             found=kind or "an empty name",
-            expected=" | ".join([*registry.kinds(), "none"]) + plugins_note(),
+            expected=" | ".join([*registry.kinds(), "none"]) + manager.missing(),
             next_step="Choose one of these",
             code="U26",
         )

@@ -210,7 +210,9 @@ def _load(
     import mlx.nn as nn
 
     from .greedy import GreedyChoice
+    from .plugins import get_manager
 
+    plan.notes += get_manager().failures()
     greedy = nn.Sequential(GreedyChoice())  # a module that another one holds can be replaced
     plan.kernels = use_kernels(loaded.model, greedy)
     _check_experts(loaded)

@@ -75,6 +75,8 @@ def command(
                 print_table(STAGES, stage_rows(drafter.stages), f"head in {drafter.source}")
         for problem in report.problems:
             note(problem.line())
+    for text in () if as_json else report.notes:
+        note(f"note: {text}")
     refused = [drafter for drafter in report.drafters if drafter.source in drafters and not drafter.fits]
     for drafter in refused:
         note(drafter.reason)
