@@ -396,6 +396,24 @@ def test_weights_that_are_missing_are_one_kind_of_fault(folder, missing, text):
 # -- drafters ------------------------------------------------------------------------------------------
 
 
+def test_drafters_of_plugins_that_need_no_directory_are_listed(folder, site, tmp_path):
+    site.install(
+        "mlx-spec-own", "own",
+        "from mlx_spec.hookspecs import hookimpl\n"
+        "@hookimpl\n"
+        "def spec_register(register):\n"
+        "    register.drafter('suffix')\n"
+        "    register.drafter('seen', detect=lambda ref: None)\n"
+        "    register.drafter('mtp', ['other_assistant'])\n",
+    )  # fmt: skip
+    report = inspect(str(folder()))
+    told = [(d.kind, d.source, d.fits) for d in report.drafters]
+    assert told[2:] == [("suffix", "plugin own", True)]
+    assert "--draft-kind suffix" in report.drafters[2].reason
+    report = inspect(str(folder("mamba")))
+    assert [(d.kind, d.fits) for d in report.drafters][-1] == ("suffix", False)
+
+
 def test_candidates_are_checked(folder, monkeypatch, tmp_path):
     (tmp_path / "empty").mkdir()
     path, small = folder(), folder("small-llama")

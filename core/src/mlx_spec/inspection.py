@@ -330,7 +330,7 @@ def _check_generic(ref: ModelRef) -> None:
 
 
 def _fits(report: Inspection, ref: ModelRef, candidates: Sequence[str]) -> None:
-    """Built-in drafters, heads in the checkpoint, what the owner offers, and the candidates given."""
+    """Built-in drafters, heads in the checkpoint, what plugins offer, and the candidates given."""
     blocked = "" if report.ok else "the target itself cannot be used, see the errors"
     any_size = f"any smaller causal LM with the same tokenizer, vocabulary up to {report.vocab_size}"
     for kind, reason in (("prompt-lookup", "works with every target"), ("full-model", any_size)):
@@ -349,7 +349,19 @@ def _fits(report: Inspection, ref: ModelRef, candidates: Sequence[str]) -> None:
             report.drafters.append(
                 DrafterFit(claim.kind, f"plugin {claim.owner}", report.ok, f"a directory of model_type {types}")
             )
+    report.drafters += _without_files(report.ok, blocked)
     report.drafters += [_candidate(ref, name) for name in candidates]
+
+
+def _without_files(ok: bool, blocked: str) -> list[DrafterFit]:
+    """Drafters of plugins whose kinds need no directory: which targets they draft for is theirs to say."""
+    manager = _manager()
+    claims = [c for record in manager.records if record.claims is not None for c in record.claims.drafters]
+    return [
+        DrafterFit(c.kind, f"plugin {c.owner}", ok, blocked or f"needs no directory; use it with --draft-kind {c.kind}")
+        for c in claims
+        if c.owner != manager.core_name and not c.model_types and c.detect is None
+    ]
 
 
 def _candidate(ref: ModelRef, name: str) -> DrafterFit:
