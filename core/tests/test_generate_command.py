@@ -238,6 +238,20 @@ def test_what_is_asked_of_a_load_is_checked_before_a_model_is_looked_for(given, 
     assert refused.value.code == code
 
 
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [
+        ({"kind": "nope"}, "kind: found nope, expected "),
+        ({"kind": "full-model"}, "drafter: found no drafter directory, expected one for kind full-model. Give "),
+        ({"kind": "prompt-lookup", "drafter": "dir"}, "drafter: found dir together with kind prompt-lookup, "),
+    ],
+)
+def test_what_a_load_was_given_goes_by_the_names_of_its_arguments(given, start):
+    with pytest.raises(UsageError) as refused:
+        load("/no/such/target", **given)
+    assert str(refused.value).startswith(start)
+
+
 def test_a_kernel_nobody_brings_is_refused_before_a_model_is_looked_for(monkeypatch):
     monkeypatch.setenv("MLX_SPEC_KERNELS", "foo")
     settings.reset_settings()

@@ -131,6 +131,23 @@ def test_an_id_is_an_integer(pair, bad):
     assert refused.value.code == "U29"
 
 
+@pytest.mark.parametrize("other", ["some-dir", None, Odd()])
+def test_a_pair_is_what_load_returns(other):
+    for way in (lambda: Engine(other), lambda: generate(other, PROMPT), lambda: stream(other, "text")):
+        with pytest.raises(UsageError, match="^pair: found .* expected a loaded pair. Give what") as refused:
+            way()
+        assert refused.value.code == "U43"
+
+
+def test_a_prompt_that_is_none_is_told_all_that_may_be_given(pair):
+    ids = "a list of token ids, or one of messages. "
+    for way in (encode, generate, stream):
+        with pytest.raises(UsageError, match=f"found int 5, expected text, {ids}Give one of these"):
+            way(pair, 5)
+    with pytest.raises(UsageError, match=f"found str 'text', expected {ids}Encode text"):
+        Engine(pair).submit(Request("text", GREEDY))
+
+
 @pytest.mark.parametrize("rows", [0, -1, None, 2.0, True, "8"])
 def test_an_engine_has_room_for_a_request(pair, rows):
     with pytest.raises(UsageError) as refused:

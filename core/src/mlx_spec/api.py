@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .engine import Engine
-from .intake import is_chat, message_ids, no_tokenizer, prompt_ids
+from .intake import check_pair, is_chat, message_ids, no_tokenizer, prompt_ids
 from .pair import Pair, load
 from .request import Event, Request, Result
 from .sampling import Sampling
@@ -19,7 +19,7 @@ def encode(pair: Pair, prompt: str | Sequence[int] | Sequence[Message]) -> list[
     if is_chat(prompt):
         return message_ids(prompt, pair)
     if not isinstance(prompt, str):
-        return prompt_ids(prompt)  # type: ignore[return-value]  # Engine.submit checks every one
+        return prompt_ids(prompt, text=True)  # type: ignore[return-value]  # Engine.submit checks every one
     if pair.tokenizer is None:
         raise no_tokenizer()
     return pair.tokenizer.encode(prompt)
@@ -36,7 +36,7 @@ def _request(
     block_size: int | None,
 ) -> Request:
     return Request(
-        prompt=encode(pair, prompt),
+        prompt=encode(check_pair(pair), prompt),
         sampling=Sampling() if sampling is None else sampling,
         max_tokens=max_tokens,
         ignore_eos=ignore_eos,

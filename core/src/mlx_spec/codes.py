@@ -90,6 +90,7 @@ CODES = _table(
     ("U40", "A probe of a pair that has no drafter in use", "request", "cli/probe"),
     ("U41", "A demo pair of a name that no installed plugin has", "request", "demos"),
     ("U42", "An unknown level of exactness", "request", "asked"),
+    ("U43", "Something other than a loaded pair in the place of one", "request", "intake"),
     ("U50", "An option or argument with a value of the wrong type or out of range", "request", "asked cli/usage"),
     ("U51", "An argument or a value that is missing, or a switch with a value", "request", "cli/usage"),
     ("U52", "An option the command does not have", "request", "cli/usage"),

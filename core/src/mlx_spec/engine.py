@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from .advance import Advancer
 from .errors import SpecError
-from .intake import check_request, check_rows
+from .intake import check_pair, check_request, check_rows
 from .prefill import Prefill
 from .request import Event, Request, Result, Row, next_id
 from .rows import new_row
@@ -90,7 +90,7 @@ class Engine:
     """
 
     def __init__(self, pair: Pair, max_rows: int = 8):
-        self.pair = pair
+        self.pair = check_pair(pair)
         self.max_rows = check_rows(max_rows)
         if max_rows > 1 and not pair.target.capabilities.batch:
             log.info("%s serves one request at a time: max_rows %d is 1", pair.target.model_type, max_rows)

@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from .pair import Pair
 
 
+def check_pair(pair: object) -> Pair:
+    """`pair`, when it is one; UsageError for a name, a target alone, or anything else."""
+    from .pair import Pair
+
+    if isinstance(pair, Pair):
+        return pair
+    raise UsageError(
+        "pair",
+        found=f"{type(pair).__name__} {shown(pair)}",
+        expected="a loaded pair",
+        next_step="Give what mlx_spec.load returns, with or without a drafter",
+        code="U43",
+    )
+
+
 def check_request(request: Request, pair: Pair) -> Request:
     """A copy whose fields `pair` can serve; UsageError names the first one that it cannot."""
     _check_type("request", request, Request)
@@ -105,15 +120,18 @@ def message_ids(messages: Sequence[Message], pair: Pair) -> list[int]:
     return pair.tokenizer.chat(messages).ids
 
 
-def prompt_ids(prompt: object, expected: str = "a list of token ids, or one of messages") -> list[object]:
-    """The items of a prompt that is no text: a list, a range or a one-dimensional array; else UsageError."""
+def prompt_ids(prompt: object, text: bool = False) -> list[object]:
+    """The items of a prompt that is no text: a list, a range or a one-dimensional array; else UsageError.
+
+    text: the caller takes text too, for the message.
+    """
     items = as_items(prompt)
     if items is None:
         raise UsageError(
             "prompt",
             found=f"{type(prompt).__name__} {shown(prompt)}",
-            expected=expected,
-            next_step="Encode text with the tokenizer of the pair",
+            expected=f"{'text, ' if text else ''}a list of token ids, or one of messages",
+            next_step="Give one of these" if text else "Encode text with the tokenizer of the pair",
             code="U38",
         )
     return items

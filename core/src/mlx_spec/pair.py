@@ -12,8 +12,8 @@ from .device import Device
 from .errors import FINDINGS, ExactnessError, Finding, LoadError, UsageError
 from .kernels import KernelUse, unrounded, use_kernels
 from .loading import (
-    DRAFTER_FLAG,
-    KIND_FLAG,
+    DRAFTER_ARGUMENT,
+    KIND_ARGUMENT,
     DrafterChoice,
     check_kind,
     choose_drafter,
@@ -138,8 +138,8 @@ def load(
     block_size: int | None = None,
     *,
     block_size_from: str = "operator",
-    drafter_from: str = DRAFTER_FLAG,
-    kind_from: str = KIND_FLAG,
+    drafter_from: str = DRAFTER_ARGUMENT,
+    kind_from: str = KIND_ARGUMENT,
     exactness: str = "greedy",
     probe: bool = True,
     kv_bits: int | None = None,
@@ -158,7 +158,7 @@ def load(
         target, drafter: local directory, hub id, or demo:PLUGIN.
         kind: "mtp", "full-model", "prompt-lookup", "none" or None (from the directory).
         block_size: L, the verified rows per round, anchor counted.
-        block_size_from, drafter_from, kind_from: flag or variable that gave the value, for messages.
+        block_size_from, drafter_from, kind_from: argument, flag or variable that gave the value, for messages.
         exactness: weakest level accepted: "bitwise", "greedy", "distribution" or "lossy".
         probe: False skips the exactness probe; the pair then runs as "unproven".
         kv_bits: 4 or 8 for a quantised K/V state, None for the model's dtype.
