@@ -512,6 +512,13 @@ def test_absent_files_and_a_closed_standard_input_are_refused(run, tmp_path, mon
         generate.read_prompt({"prompt": "-"}, demo=False)
 
 
+def test_logprobs_that_are_not_shown_are_said(run):
+    told = "note: --logprobs are shown with --json\n"
+    assert told in run("--prompt-ids", "1,2", "--logprobs", "2").stderr
+    assert told not in run("--prompt-ids", "1,2", "--logprobs", "2", "--json").stderr
+    assert told not in run("--prompt-ids", "1,2").stderr
+
+
 # -- what was remembered ---------------------------------------------------------------------------------
 
 

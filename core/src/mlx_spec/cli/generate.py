@@ -87,7 +87,8 @@ def command(**values: Any) -> None:
     with progress("loading and probing") as steps:
         pair = load_pair(values, chosen, steps, check)
     ((request, prompt, said),) = made
-    for line in [pair.plan.line(), *(f"note: {told}" for told in (*pair.plan.notes, said) if told)]:
+    unshown = "--logprobs are shown with --json" if values["logprobs"] is not None and not values["as_json"] else ""
+    for line in [pair.plan.line(), *(f"note: {told}" for told in (*pair.plan.notes, said, unshown) if told)]:
         note(line)
     if values["profile"]:
         from ..diagnostics import force_profiling
