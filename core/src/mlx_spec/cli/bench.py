@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..benchmark.method import Arm, BenchPlan
     from ..pair import Pair
 
+NOTHING_TO_PROPOSE = "the drafter had nothing to propose"  # as both governors say it
+
 
 @click.command("bench")
 @pair_options
@@ -87,6 +89,8 @@ def next_step(doc: dict[str, Any]) -> str:
     """What to do about a result that cannot be used."""
     if not doc["void"]:
         return "Run spec probe, and report this with the JSON document"
+    if any(NOTHING_TO_PROPOSE in reason for reason in doc["void_reasons"]):
+        return "See the lines above; take text that repeats itself (--workload, --prompt-file), or another drafter"
     pinned = any(arm["speculative"] and not arm["adaptive"] for arm in doc["method"]["arms"])
     advice = "" if pinned else ", and --arms plain,fixed drafts without the governor"
     return f"See the lines above; a larger -n leaves more rounds to draft in{advice}"
