@@ -154,6 +154,9 @@ def test_a_bad_variable_is_one_error_of_the_settings(spec, name, value, code):
         assert checks[check]["status"] == "warn" and checks[check]["detail"].startswith("not looked at: see ")
         assert name in checks[check]["detail"]
     assert ("setting threads" in checks) is (code == "U05")  # the others are shown where they could be read
+    if code == "U05":
+        assert checks["setting kernels"]["status"] == "warn"
+        assert checks["setting kernels"]["detail"] == "foo (MLX_SPEC_KERNELS) cannot be used"
 
 
 def test_misspelt_variables_and_unwritable_cache_are_warnings(spec, tmp_path):

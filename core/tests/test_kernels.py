@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -144,4 +146,11 @@ def test_a_name_nobody_brings_is_refused_before_a_kernel_is_asked(plugins: Any) 
         assert caught.value.code == "U05" and caught.value.found == name.split(",")[-1]
     for name in ("on", "off", "linear"):
         plugins(name, asked, elsewhere)
+        check_kernels()
+
+
+def test_a_part_of_other_kernels_is_told_from_a_name_nobody_brings(plugins: Any) -> None:
+    plugins("inner", kernel(), replace(kernel("inner"), swap=None))
+    part = "found inner, a part of other kernels that is not chosen by itself, expected on | off | linear. Correct"
+    with pytest.raises(UsageError, match=re.escape(part)):
         check_kernels()

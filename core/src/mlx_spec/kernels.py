@@ -100,9 +100,10 @@ def _wanted(registry: Registry, device: str, only: tuple[str, ...] | None) -> li
     known = sorted({kernel.op for _, kernel in found})
     unknown = [name for name in only or () if name not in known]
     if unknown:
+        inner = any(kernel.op == unknown[0] and not kernel.swap for _, kernel in registry.kernels())
         raise UsageError(
             "MLX_SPEC_KERNELS",
-            found=unknown[0],
+            found=f"{unknown[0]}, a part of other kernels that is not chosen by itself" if inner else unknown[0],
             expected=" | ".join(["on", "off", *known]),
             next_step="Correct or unset MLX_SPEC_KERNELS",
             code="U05",

@@ -287,20 +287,31 @@ def _settings() -> Iterator[Check]:
     from ..settings import get_settings, source, unknown_variables
 
     settings = get_settings()
+    refused = _refused_kernels()
     for field in type(settings).model_fields:
         value = getattr(settings, field)
         shown = "off" if field == "kernels" and value == () else _shown(value)
+        if field == "kernels" and refused is not None:
+            yield Check("setting kernels", "warn", f"{shown} ({source(field)}) cannot be used", "See settings")
+            continue
         yield Check(f"setting {field}", "ok", f"{shown} ({source(field)})")
     for name, close in unknown_variables():
         step = f"Did you mean {close}" if close else f"Unset {name}"
         yield Check("settings", "warn", f"{name} means nothing here", step)
+    if refused is not None:
+        yield _refused("settings", refused)
+    yield _cache_folder(settings.cache_dir)
+
+
+def _refused_kernels() -> UsageError | None:
+    """What is wrong with the names in MLX_SPEC_KERNELS."""
     try:
         _candidates()
     except UsageError as error:
-        yield _refused("settings", error)
+        return error
     except ImportError:  # without mlx no name of a kernel means anything; the check of mlx says so
         pass
-    yield _cache_folder(settings.cache_dir)
+    return None
 
 
 def _shown(value: object) -> str:
