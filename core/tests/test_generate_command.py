@@ -519,6 +519,19 @@ def test_logprobs_that_are_not_shown_are_said(run):
     assert told not in run("--prompt-ids", "1,2").stderr
 
 
+@pytest.mark.parametrize("command", ["generate", "probe", "bench", "tune"])
+def test_a_note_of_the_load_is_told_once(tmp_path, monkeypatch, command):
+    """Also where it is worth a warning to those who call `load` themselves."""
+    path = write_model(write_tokenizer(tmp_path / "tiny"), LLAMA | {"num_hidden_layers": 2, "vocab_size": 340}, seed=4)
+    monkeypatch.setenv("MLX_SPEC_ACTIVATIONS", "int8")
+    settings.reset_settings()
+    given = {"generate": ["-p", "x", "-n", "2"], "bench": ["-n", "16"], "tune": ["-n", "16"]}.get(command, [])
+    given += [] if command in ("generate", "probe") else ["--workload", "code"]
+    result = CliRunner().invoke(cli, [command, "-m", str(path), "--draft-kind", "prompt-lookup", *given])
+    assert result.stderr.count("MLX_SPEC_ACTIVATIONS=int8 changes nothing here") == 1, result.output
+    assert "note: MLX_SPEC_ACTIVATIONS=int8 changes nothing here" in result.stderr and "WARNING" not in result.stderr
+
+
 # -- what was remembered ---------------------------------------------------------------------------------
 
 

@@ -234,7 +234,7 @@ def _load(
         pair.drafter_ref, pair.drafter_owner = choice.ref, choice.owner
     if note := unrounded(plan.kernels, *networks):
         plan.notes.append(note)
-        log.warning("%s", note)
+        said.warning("%s", note)
     return pair
 
 
@@ -365,7 +365,7 @@ def _prove(pair: Pair, probe: bool, tick: Callable[[str], None] | None) -> None:
     elif settings.allow_inexact:
         plan.reason = f"MLX_SPEC_ALLOW_INEXACT=1 overrides: {report.reason}"
         plan.notes.append(plan.reason)
-        log.warning("%s", plan.reason)
+        said.warning("%s", plan.reason)
     else:
         plan.active = False
         plan.reason = f"plain decoding: exactness {plan.exactness_asked} asked, {report.level} reached; {report.reason}"

@@ -146,7 +146,8 @@ def run(plan: BenchPlan, values: dict[str, Any], chosen: PairOptions) -> dict[st
         settle(pair)
     context["load_s"] = time.perf_counter() - began
     check_active(pair, plan)
-    note(pair.plan.line())
+    for line in [pair.plan.line(), *(f"note: {text}" for text in pair.plan.notes)]:
+        note(line)
     context |= {"pair": machine.describe_pair(pair), "machine": machine.describe_machine()}
     context["versions"] = machine.versions()
     trials = method.prepare(pair, plan)
