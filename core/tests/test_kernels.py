@@ -122,6 +122,13 @@ def test_what_runs_is_said_in_one_line(plugins: Any) -> None:
         assert (type(model.first) is Doubled) is line.startswith("own")
 
 
+def test_the_variable_that_keeps_kernels_out_is_named(plugins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugins("on")
+    monkeypatch.setenv("MLX_SPEC_PLUGINS", "gemma4,own")
+    line = f"mlx (no kernels for {device_kind()}: MLX_SPEC_PLUGINS lets in only gemma4, own)"
+    assert use_kernels(Model()).line() == line
+
+
 def test_both_models_of_a_pair_in_one_line():
     one, two = KernelUse({"a x": {"linear": 3}}), KernelUse({"a x": {"linear": 2, "norm": 1}, "b": {"rope": 1}})
     assert one.merged(two).line() == "a x (linear 5, norm 1); b (rope 1)"

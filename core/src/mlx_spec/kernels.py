@@ -129,7 +129,7 @@ def use_kernels(*models: Any) -> KernelUse:
     MLX_SPEC_KERNELS=off leaves everything to mlx; names of ops use only those.
     """
     from .plugins import get_manager
-    from .settings import get_settings
+    from .settings import get_settings, plugins_note
 
     only = get_settings().kernels
     trees = [model for model in models if model is not None]
@@ -147,7 +147,7 @@ def use_kernels(*models: Any) -> KernelUse:
             path = f"{candidate.owner} {candidate.detail}".strip()
             use.layers.setdefault(path, {})[candidate.kernel.op] = count
     if not use.layers and not use.reason:
-        use.reason = f"no kernels for {device}"
+        use.reason = f"no kernels for {device}{plugins_note().replace(' (', ': ').rstrip(')')}"
     log.info("kernels: %s", use.line())
     return use
 
