@@ -291,10 +291,15 @@ def _settings() -> Iterator[Check]:
     for field in type(settings).model_fields:
         value = getattr(settings, field)
         shown = "off" if field == "kernels" and value == () else _shown(value)
+        told = f"{shown} ({source(field)})"
         if field == "kernels" and refused is not None:
-            yield Check("setting kernels", "warn", f"{shown} ({source(field)}) cannot be used", "See settings")
-            continue
-        yield Check(f"setting {field}", "ok", f"{shown} ({source(field)})")
+            yield Check("setting kernels", "warn", f"{told} cannot be used", "See settings")
+        elif field == "threads" and value is not None and value > cpuset_cores():
+            most = cpuset_cores()
+            step = f"Unset it, or give at most {most}"
+            yield Check("setting threads", "warn", f"{told}: no more than the {most} of the cpuset are used", step)
+        else:
+            yield Check(f"setting {field}", "ok", told)
     for name, close in unknown_variables():
         step = f"Did you mean {close}" if close else f"Unset {name}"
         yield Check("settings", "warn", f"{name} means nothing here", step)
