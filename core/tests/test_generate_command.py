@@ -693,6 +693,8 @@ def test_every_state_is_readable_per_pair_and_per_reply(run, tmp_path, flags, ac
     told = json.loads(result.stdout)["speculation"]
     assert (told["active"], told["reason"]) == (active, reason)
     assert f"speculation={'on' if active else 'off'}" in result.stderr and f"reason={reason!r}" in result.stderr
+    level = "plain" if not active else "unproven" if "--no-probe" in flags else "bitwise"
+    assert f" exactness={level} " in result.stderr
 
 
 def test_the_probe_counts_its_rows_and_explains_a_tie(target, monkeypatch):

@@ -88,9 +88,10 @@ class Plan:
         """The start line: one line of key=value pairs."""
         state = "on" if self.active else "off"
         accepts = "" if self.per_row_accepts else "accepts=shortest-row "
+        level = self.level if self.active or self.exactness is not None else "plain"  # there is nothing to prove
         return (
             f"speculation={state} kind={self.requested} block_size={self.block_size} "
-            f"block_size_from={self.block_size_from.replace(' ', '-')} exactness={self.level} {accepts}"
+            f"block_size_from={self.block_size_from.replace(' ', '-')} exactness={level} {accepts}"
             f"reason={self.reason!r} kernels={self.kernels.line()!r}"
         )
 
