@@ -66,15 +66,15 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
     path its arm stands for makes the result void (exit 1), as does a reply that differs from the first
     arm's although the pair is proven exact.
     """
-    from ..benchmark.report import failed, open_folder
+    from ..benchmark.report import failed, results_folder
 
-    folder = open_folder(out) if out is not None else None
-    chosen = read_pair_options(values)
-    plan = make_plan(values, chosen)
-    doc = run(plan, values, chosen)
-    show(doc, as_json)
-    if folder is not None:
-        save(doc, folder)
+    with results_folder(out) as folder:
+        chosen = read_pair_options(values)
+        plan = make_plan(values, chosen)
+        doc = run(plan, values, chosen)
+        show(doc, as_json)
+        if folder is not None:
+            save(doc, folder)
     if failed(doc):
         raise RefusedError(
             "bench",
