@@ -532,6 +532,44 @@ def test_a_note_of_the_load_is_told_once(tmp_path, monkeypatch, command):
     assert "note: MLX_SPEC_ACTIVATIONS=int8 changes nothing here" in result.stderr and "WARNING" not in result.stderr
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--compare"]])
+def test_an_interrupted_reply_is_told_as_far_as_it_came(run, monkeypatch, flags):
+    from mlx_spec.advance import Advancer
+
+    step, steps = Advancer.step, []
+
+    def interrupted(self, joining):
+        steps.append(joining)
+        if len(steps) == 9:
+            raise KeyboardInterrupt
+        return step(self, joining=joining)
+
+    ids = json.loads(run("--prompt-ids", "1,2,3", "-n", "6", "--ignore-eos", "--json").stdout)["token_ids"]
+    monkeypatch.setattr(generate, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(Advancer, "step", interrupted)
+    count = 6 if flags == ["--compare"] else 64  # the reply itself is over by then, the one to compare with is not
+    result = run("--prompt-ids", "1,2,3", "-n", count, "--ignore-eos", *flags)
+    assert result.exit_code == 130 and result.stderr.endswith("interrupted\n")
+    if flags == ["--json"]:
+        told = json.loads(result.stdout)
+        assert told["finish_reason"] == "cancelled" and "error" not in told
+        assert told["token_ids"][:6] == ids and len(told["token_ids"]) < 64
+    else:
+        assert f"finish: {'length' if flags else 'cancelled'}\n" in result.stderr and "tokens/s" in result.stderr
+
+
+def test_an_interrupt_before_the_first_token_is_one_word(run, monkeypatch):
+    from mlx_spec.prefill import Prefill
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Prefill, "chunk", interrupted)
+    result = run("--prompt-ids", "1,2,3")
+    assert result.exit_code == 130 and result.stdout == ""
+    assert [line for line in result.stderr.splitlines() if line][1:] == ["interrupted"]
+
+
 # -- what was remembered ---------------------------------------------------------------------------------
 
 

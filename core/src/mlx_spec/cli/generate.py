@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -97,8 +98,14 @@ def command(**values: Any) -> None:
     compare = values["compare"] if values["compare"] is not None else chosen.demo is not None
     if compare:
         _warm_up(pair, prompt)
-    result = _run(pair, request, values["as_json"])
-    plain = _plain(pair, prompt, sampling, values, result) if compare else None
+    result: Result | None = None
+    try:
+        result = _run(pair, request, values["as_json"])
+        plain = _plain(pair, prompt, sampling, values, result) if compare else None
+    except KeyboardInterrupt as stopped:
+        if (known := stopped.result if isinstance(stopped, Interrupted) else result) is not None:
+            _report(pair, known, None, values)
+        raise
     _report(pair, result, plain, values)
     if result.finish_reason == "error":
         raise RefusedError(
@@ -224,6 +231,14 @@ def _request(prompt: list[int], sampling: Sampling, values: dict[str, Any], adap
     return Request(prompt, sampling, values["max_tokens"], ignore_eos=values["ignore_eos"], adaptive=adaptive)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a reply that has begun; `result` is what there is of it."""
+
+    def __init__(self, result: Result):
+        super().__init__()
+        self.result = result
+
+
 def _run(pair: Pair, request: Request, quiet: bool) -> Result:
     """Generate the reply, its text on standard output as it comes unless `quiet`."""
     from ..diagnostics import held
@@ -231,17 +246,30 @@ def _run(pair: Pair, request: Request, quiet: bool) -> Result:
 
     with held() as profile:
         handle = Engine(pair, max_rows=1).submit(request)
-        for event in handle:
-            if not quiet and event.text:
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
+        try:
+            for event in handle:
+                if not quiet and event.text:
+                    sys.stdout.write(event.text)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            handle.cancel()  # where it was the writing that was interrupted, and the engine goes on
+            result = replace(handle.result(), finish_reason="cancelled", error="")
+            if not result.token_ids:
+                raise
+            _end_line(quiet)
+            raise Interrupted(result) from None
         result = handle.result()
-    if not quiet:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+    _end_line(quiet)
     for line in profile:
         note(line)
     return result
+
+
+def _end_line(quiet: bool) -> None:
+    """The reply's last line break."""
+    if not quiet:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
 
 
 def _warm_up(pair: Pair, prompt: list[int]) -> None:
