@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -568,6 +570,31 @@ def test_an_interrupt_before_the_first_token_is_one_word(run, monkeypatch):
     result = run("--prompt-ids", "1,2,3")
     assert result.exit_code == 130 and result.stdout == ""
     assert [line for line in result.stderr.splitlines() if line][1:] == ["interrupted"]
+
+
+def test_a_long_prompt_is_told_how_far_it_is_read(run, monkeypatch):
+    from mlx_spec.cli import output
+    from mlx_spec.prefill import Prefill
+
+    chunk, spoken = Prefill.chunk, threading.Event()
+
+    def slow(self):
+        if self.done == 4:
+            assert spoken.wait(30)
+        return chunk(self)
+
+    def heard(text):
+        if text.startswith("reading"):
+            told.append(text)
+            spoken.set()
+
+    told = []
+    monkeypatch.setattr(output, "SPEAK_FIRST", 0.2)
+    monkeypatch.setattr(Prefill, "chunk", slow)
+    monkeypatch.setattr(output, "note", heard)
+    ids = ",".join(["7"] * 10)
+    assert run("--prompt-ids", ids, "--prefill-step", "4").exit_code == 0
+    assert re.fullmatch(r"reading the prompt: [04] of 10 tokens \(\d+ s so far\)", told[0])
 
 
 # -- what was remembered ---------------------------------------------------------------------------------

@@ -30,7 +30,11 @@ log = logging.getLogger("mlx_spec.engine")
 
 
 class Handle:
-    """The caller's end of one request; may be used in any thread, also in several."""
+    """The caller's end of one request; may be used in any thread, also in several.
+
+    Attributes:
+        prompt_done: prompt tokens processed so far, chunk by chunk; the last one is the first round's.
+    """
 
     def __init__(self, engine: Engine, request: Request):
         self._engine = engine
@@ -38,6 +42,7 @@ class Handle:
         self.events: deque[Event] = deque()
         self.outcome: Result | None = None
         self.fault: Exception | None = None
+        self.prompt_done = 0
 
     def __iter__(self) -> Iterator[Event]:
         """Events as they are committed; steps the engine when no other thread does.
@@ -246,6 +251,7 @@ class Engine:
                 self._fail(handle, work.row, exc)
                 continue
             spent += max(1, work.done - before)
+            handle.prompt_done = work.done
             if complete:
                 self._prefill = None
                 self._advancer.join(work)

@@ -12,7 +12,7 @@ import click
 
 from ..errors import RefusedError, UsageError, shorten, visible
 from .options import PairOptions, load_pair, pair_options, read_pair_options
-from .output import note, print_json, progress
+from .output import note, print_json, progress, speaking
 from .values import NUMBER, WHOLE, Whole
 
 if TYPE_CHECKING:
@@ -246,11 +246,14 @@ def _run(pair: Pair, request: Request, quiet: bool) -> Result:
 
     with held() as profile:
         handle = Engine(pair, max_rows=1).submit(request)
+        size = len(request.prompt)
         try:
-            for event in handle:
-                if not quiet and event.text:
-                    sys.stdout.write(event.text)
-                    sys.stdout.flush()
+            with speaking(lambda: f"reading the prompt: {handle.prompt_done} of {size} tokens") as silence:
+                for event in handle:
+                    silence()
+                    if not quiet and event.text:
+                        sys.stdout.write(event.text)
+                        sys.stdout.flush()
         except KeyboardInterrupt:
             handle.cancel()  # where it was the writing that was interrupted, and the engine goes on
             result = replace(handle.result(), finish_reason="cancelled", error="")
