@@ -251,3 +251,5 @@ def show(doc: dict[str, Any], as_json: bool) -> None:
         print(f"no width beats plain decoding beyond noise; stored: {doc['stored']}")
     else:
         print(f"best: L={doc['chosen']} ({doc['chosen'] - 1} drafted tokens); stored: {doc['stored']}")
+        if doc["chosen"] == max(width["block_size"] for width in doc["sweep"]):
+            print("note: no wider one was tried; a larger --draft-block-size, if drafter and probe allow it, may win")
