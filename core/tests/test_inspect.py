@@ -301,6 +301,16 @@ def test_sizes_that_do_not_agree(folder, change, text):
     assert result.exit_code == 1 and text in result.stderr
 
 
+def test_layers_with_a_quantisation_of_their_own_are_told():
+    report = Inspection("x", Path("x"))
+    report.quantisation = {"group_size": 32, "bits": 4, "mode": "affine", "embed": {"group_size": 64, "bits": 8}}
+    told = dict(command_module.rows(report))["quantisation"]
+    assert told == "group_size 32, bits 4, mode affine; embed group_size 64, bits 8"
+    report.quantisation |= {"head": False, "a": {"bits": 8}, "b": {"bits": 8}, "c": True}
+    told = dict(command_module.rows(report))["quantisation"]
+    assert told.endswith("; head not quantised; a bits 8; 2 more with settings of their own")
+
+
 def test_quantisation_that_does_not_agree(folder):
     path = folder()
     report = inspect(str(add(path, **{"lm_head.scales": mx.ones((2, 3))})))
