@@ -33,7 +33,7 @@ BROKEN = {
     "raises": ("raise RuntimeError('on import')\n", "RuntimeError: on import"),
     "exits": ("import sys\nsys.exit(3)\n", "SystemExit: 3"),
     "missing": ("import surely_not_installed_here\n", "surely_not_installed_here"),
-    "misspelt": (HEAD + "@hookimpl\ndef spec_propos(lane, budget):\n    return None\n", "Did you mean spec_propose"),
+    "misspelt": (HEAD + "@hookimpl\ndef spec_propos(lane, budget):\n    return None\n", "Did you mean spec_propose?"),
     "unmarked": ("def spec_register(register):\n    pass\n", "Add @mlx_spec.hookimpl"),
     "default": (HEAD + "@hookimpl\ndef spec_propose(lane, budget=3):\n    return None\n", "default of 'budget'"),
     "argument": (HEAD + "@hookimpl\ndef spec_propose(lane, width):\n    return None\n", "argument 'width'"),

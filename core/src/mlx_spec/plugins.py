@@ -271,7 +271,7 @@ def _check_hooks(pm: pluggy.PluginManager, record: PluginRecord, plugin: Any) ->
             if options.get("optionalhook"):
                 continue
             close = get_close_matches(hook, specs, n=1)
-            step = f"Did you mean {close[0]}" if close else f"The hooks are {', '.join(sorted(specs))}"
+            step = f"Did you mean {close[0]}?" if close else f"The hooks are {', '.join(sorted(specs))}"
             raise _error(record, "hook name", repr(hook), "a hook of mlx_spec.hookspecs", step)
         _check_signature(record, hook, getattr(plugin, name), specs[hook])
         wraps = options.get("wrapper") or options.get("hookwrapper")
