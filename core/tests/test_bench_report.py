@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from io import BytesIO
 
 import pytest
@@ -298,6 +299,23 @@ def test_the_folder_is_made_or_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--out .*file/x: found Not a directory"):
         report.open_folder(str(tmp_path / "file" / "x"))
+
+
+@pytest.mark.parametrize("outcome", [None, KeyboardInterrupt(), RefusedError("x", found=1, expected=2, next_step="y")])
+def test_a_folder_that_nothing_was_written_to_is_not_left(tmp_path, outcome):
+    (tmp_path / "mine").mkdir()
+    for path, left in (("a/b", False), ("mine", True), ("mine/c", False), (".", True)):
+        with suppress(KeyboardInterrupt, RefusedError), report.results_folder(str(tmp_path / path)) as folder:
+            assert folder.is_dir()
+            if outcome is not None:
+                raise outcome
+        assert (tmp_path / path).is_dir() is left
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    with report.results_folder(str(tmp_path / "a" / "b")) as folder:
+        (folder / "x").write_text("")
+    assert (tmp_path / "a" / "b" / "x").exists()
+    with report.results_folder(None) as folder:
+        assert folder is None
 
 
 def colours(png: bytes, share: float = 1.0) -> tuple[tuple[int, int], dict[str, int]]:

@@ -151,7 +151,8 @@ def test_config_without_permission(one, monkeypatch):
     ("files", "reason"),
     [
         ([], "it is empty"),
-        (["model-q4.gguf", "README.md"], "GGUF"),
+        (["model-q4.gguf", "README.md"], r"files only: model-q4\.gguf\).* spec convert \S+/model-q4\.gguf -o DIR\."),
+        (["b.gguf", "a.gguf"], r"GGUF files only: a\.gguf and 1 more\).* spec convert \S+/a\.gguf -o DIR\."),
         (["pytorch_model.bin"], "PyTorch weights"),
         (["adapter_config.json", "adapter_model.safetensors"], "an adapter"),
         (["tokenizer.json", "tokenizer_config.json"], "a tokenizer and no weights"),

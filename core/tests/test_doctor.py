@@ -154,6 +154,18 @@ def test_a_bad_variable_is_one_error_of_the_settings(spec, name, value, code):
         assert checks[check]["status"] == "warn" and checks[check]["detail"].startswith("not looked at: see ")
         assert name in checks[check]["detail"]
     assert ("setting threads" in checks) is (code == "U05")  # the others are shown where they could be read
+    if code == "U05":
+        assert checks["setting kernels"]["status"] == "warn"
+        assert checks["setting kernels"]["detail"] == "foo (MLX_SPEC_KERNELS) cannot be used"
+
+
+def test_threads_that_have_no_core_are_told(spec):
+    most = cpuset_cores()
+    check = by_name(spec("doctor", "--json", MLX_SPEC_THREADS="4096"))["setting threads"]
+    assert check["status"] == "warn" and check["next_step"] == f"Unset it, or give at most {most}"
+    assert check["detail"] == f"4096 (MLX_SPEC_THREADS): no more than the {most} of the cpuset are used"
+    check = by_name(spec("doctor", "--json", MLX_SPEC_THREADS=str(most)))["setting threads"]
+    assert check["status"] == "ok" and check["detail"] == f"{most} (MLX_SPEC_THREADS)"
 
 
 def test_misspelt_variables_and_unwritable_cache_are_warnings(spec, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -236,6 +238,20 @@ def test_what_is_asked_of_a_load_is_checked_before_a_model_is_looked_for(given, 
     with pytest.raises(UsageError) as refused:
         load("/no/such/target", **given)
     assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [
+        ({"kind": "nope"}, "kind: found nope, expected "),
+        ({"kind": "full-model"}, "drafter: found no drafter directory, expected one for kind full-model. Give "),
+        ({"kind": "prompt-lookup", "drafter": "dir"}, "drafter: found dir together with kind prompt-lookup, "),
+    ],
+)
+def test_what_a_load_was_given_goes_by_the_names_of_its_arguments(given, start):
+    with pytest.raises(UsageError) as refused:
+        load("/no/such/target", **given)
+    assert str(refused.value).startswith(start)
 
 
 def test_a_kernel_nobody_brings_is_refused_before_a_model_is_looked_for(monkeypatch):
@@ -498,6 +514,89 @@ def test_absent_files_and_a_closed_standard_input_are_refused(run, tmp_path, mon
         generate.read_prompt({"prompt": "-"}, demo=False)
 
 
+def test_logprobs_that_are_not_shown_are_said(run):
+    told = "note: --logprobs are shown with --json\n"
+    assert told in run("--prompt-ids", "1,2", "--logprobs", "2").stderr
+    assert told not in run("--prompt-ids", "1,2", "--logprobs", "2", "--json").stderr
+    assert told not in run("--prompt-ids", "1,2").stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "probe", "bench", "tune"])
+def test_a_note_of_the_load_is_told_once(tmp_path, monkeypatch, command):
+    """Also where it is worth a warning to those who call `load` themselves."""
+    path = write_model(write_tokenizer(tmp_path / "tiny"), LLAMA | {"num_hidden_layers": 2, "vocab_size": 340}, seed=4)
+    monkeypatch.setenv("MLX_SPEC_ACTIVATIONS", "int8")
+    settings.reset_settings()
+    given = {"generate": ["-p", "x", "-n", "2"], "bench": ["-n", "16"], "tune": ["-n", "16"]}.get(command, [])
+    given += [] if command in ("generate", "probe") else ["--workload", "code"]
+    result = CliRunner().invoke(cli, [command, "-m", str(path), "--draft-kind", "prompt-lookup", *given])
+    assert result.stderr.count("MLX_SPEC_ACTIVATIONS=int8 changes nothing here") == 1, result.output
+    assert "note: MLX_SPEC_ACTIVATIONS=int8 changes nothing here" in result.stderr and "WARNING" not in result.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--compare"]])
+def test_an_interrupted_reply_is_told_as_far_as_it_came(run, monkeypatch, flags):
+    from mlx_spec.advance import Advancer
+
+    step, steps = Advancer.step, []
+
+    def interrupted(self, joining):
+        steps.append(joining)
+        if len(steps) == 9:
+            raise KeyboardInterrupt
+        return step(self, joining=joining)
+
+    ids = json.loads(run("--prompt-ids", "1,2,3", "-n", "6", "--ignore-eos", "--json").stdout)["token_ids"]
+    monkeypatch.setattr(generate, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(Advancer, "step", interrupted)
+    count = 6 if flags == ["--compare"] else 64  # the reply itself is over by then, the one to compare with is not
+    result = run("--prompt-ids", "1,2,3", "-n", count, "--ignore-eos", *flags)
+    assert result.exit_code == 130 and result.stderr.endswith("interrupted\n")
+    if flags == ["--json"]:
+        told = json.loads(result.stdout)
+        assert told["finish_reason"] == "cancelled" and "error" not in told
+        assert told["token_ids"][:6] == ids and len(told["token_ids"]) < 64
+    else:
+        assert f"finish: {'length' if flags else 'cancelled'}\n" in result.stderr and "tokens/s" in result.stderr
+
+
+def test_an_interrupt_before_the_first_token_is_one_word(run, monkeypatch):
+    from mlx_spec.prefill import Prefill
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Prefill, "chunk", interrupted)
+    result = run("--prompt-ids", "1,2,3")
+    assert result.exit_code == 130 and result.stdout == ""
+    assert [line for line in result.stderr.splitlines() if line][1:] == ["interrupted"]
+
+
+def test_a_long_prompt_is_told_how_far_it_is_read(run, monkeypatch):
+    from mlx_spec.cli import output
+    from mlx_spec.prefill import Prefill
+
+    chunk, spoken = Prefill.chunk, threading.Event()
+
+    def slow(self):
+        if self.done == 4:
+            assert spoken.wait(30)
+        return chunk(self)
+
+    def heard(text):
+        if text.startswith("reading"):
+            told.append(text)
+            spoken.set()
+
+    told = []
+    monkeypatch.setattr(output, "SPEAK_FIRST", 0.2)
+    monkeypatch.setattr(Prefill, "chunk", slow)
+    monkeypatch.setattr(output, "note", heard)
+    ids = ",".join(["7"] * 10)
+    assert run("--prompt-ids", ids, "--prefill-step", "4").exit_code == 0
+    assert re.fullmatch(r"reading the prompt: [04] of 10 tokens \(\d+ s so far\)", told[0])
+
+
 # -- what was remembered ---------------------------------------------------------------------------------
 
 
@@ -659,6 +758,8 @@ def test_every_state_is_readable_per_pair_and_per_reply(run, tmp_path, flags, ac
     told = json.loads(result.stdout)["speculation"]
     assert (told["active"], told["reason"]) == (active, reason)
     assert f"speculation={'on' if active else 'off'}" in result.stderr and f"reason={reason!r}" in result.stderr
+    level = "plain" if not active else "unproven" if "--no-probe" in flags else "bitwise"
+    assert f" exactness={level} " in result.stderr
 
 
 def test_the_probe_counts_its_rows_and_explains_a_tie(target, monkeypatch):

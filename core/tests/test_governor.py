@@ -137,6 +137,21 @@ def test_state_is_readable():
     assert Governor(0).state.startswith("K=0")
 
 
+def test_an_estimate_that_no_round_of_the_reply_bore_out_is_told_as_such():
+    unseen = ", by earlier replies: this one drafted nothing"
+    governor = Governor(3, model({1: 1.2, 2: 1.35, 3: 1.5}))
+    k = governor.choose(1000)
+    assert k and governor.state.endswith(f"x plain estimated{unseen}")
+    governor.observe(0, 0, 0.01)  # the drafter had nothing to propose
+    assert governor.state.endswith(unseen)
+    governor.observe(k, k, 0.015)
+    assert governor.state.endswith("x plain estimated")
+    parked = Governor(3, model({1: 2.0, 2: 3.0, 3: 4.0}))
+    assert parked.choose(1000) == 0
+    assert parked.state.startswith("parked: ") and parked.state.endswith(unseen)
+    assert " tokens/round expected at K=" in parked.state
+
+
 def test_a_warm_up_of_ten_times_does_not_park():
     governor = Governor(3)
     chosen = []

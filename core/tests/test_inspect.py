@@ -301,6 +301,16 @@ def test_sizes_that_do_not_agree(folder, change, text):
     assert result.exit_code == 1 and text in result.stderr
 
 
+def test_layers_with_a_quantisation_of_their_own_are_told():
+    report = Inspection("x", Path("x"))
+    report.quantisation = {"group_size": 32, "bits": 4, "mode": "affine", "embed": {"group_size": 64, "bits": 8}}
+    told = dict(command_module.rows(report))["quantisation"]
+    assert told == "group_size 32, bits 4, mode affine; embed group_size 64, bits 8"
+    report.quantisation |= {"head": False, "a": {"bits": 8}, "b": {"bits": 8}, "c": True}
+    told = dict(command_module.rows(report))["quantisation"]
+    assert told.endswith("; head not quantised; a bits 8; 2 more with settings of their own")
+
+
 def test_quantisation_that_does_not_agree(folder):
     path = folder()
     report = inspect(str(add(path, **{"lm_head.scales": mx.ones((2, 3))})))
@@ -394,6 +404,24 @@ def test_weights_that_are_missing_are_one_kind_of_fault(folder, missing, text):
 
 
 # -- drafters ------------------------------------------------------------------------------------------
+
+
+def test_drafters_of_plugins_that_need_no_directory_are_listed(folder, site, tmp_path):
+    site.install(
+        "mlx-spec-own", "own",
+        "from mlx_spec.hookspecs import hookimpl\n"
+        "@hookimpl\n"
+        "def spec_register(register):\n"
+        "    register.drafter('suffix')\n"
+        "    register.drafter('seen', detect=lambda ref: None)\n"
+        "    register.drafter('mtp', ['other_assistant'])\n",
+    )  # fmt: skip
+    report = inspect(str(folder()))
+    told = [(d.kind, d.source, d.fits) for d in report.drafters]
+    assert told[2:] == [("suffix", "plugin own", True)]
+    assert "--draft-kind suffix" in report.drafters[2].reason
+    report = inspect(str(folder("mamba")))
+    assert [(d.kind, d.fits) for d in report.drafters][-1] == ("suffix", False)
 
 
 def test_candidates_are_checked(folder, monkeypatch, tmp_path):

@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from pairs import make_pair, tiny_target
+from tinymodels import LLAMA, write_model, write_tokenizer
 
-from mlx_spec.api import encode, generate, stream
+from mlx_spec.api import encode, generate, load, stream
 from mlx_spec.engine import Engine
 from mlx_spec.errors import UsageError
 from mlx_spec.request import Request
@@ -45,6 +46,9 @@ FIELDS = [
     ("prompt", bytearray(b"text"), "U38"),
     ("prompt", [Hostile()], "U11"),
     ("prompt", [mx.array(1.5)], "U11"),
+    ("prompt", {"role": "user", "content": "red"}, "U38"),
+    ("prompt", [{"role": "user", "content": "red"}], "U14"),
+    ("prompt", [3, {"role": "user", "content": "red"}], "U11"),
     ("prompt", [], "U10"),
     ("prompt", range(0), "U10"),
     ("prompt", [3, None], "U11"),
@@ -127,6 +131,23 @@ def test_an_id_is_an_integer(pair, bad):
     assert refused.value.code == "U29"
 
 
+@pytest.mark.parametrize("other", ["some-dir", None, Odd()])
+def test_a_pair_is_what_load_returns(other):
+    for way in (lambda: Engine(other), lambda: generate(other, PROMPT), lambda: stream(other, "text")):
+        with pytest.raises(UsageError, match="^pair: found .* expected a loaded pair. Give what") as refused:
+            way()
+        assert refused.value.code == "U43"
+
+
+def test_a_prompt_that_is_none_is_told_all_that_may_be_given(pair):
+    ids = "a list of token ids, or one of messages. "
+    for way in (encode, generate, stream):
+        with pytest.raises(UsageError, match=f"found int 5, expected text, {ids}Give one of these"):
+            way(pair, 5)
+    with pytest.raises(UsageError, match=f"found str 'text', expected {ids}Encode text"):
+        Engine(pair).submit(Request("text", GREEDY))
+
+
 @pytest.mark.parametrize("rows", [0, -1, None, 2.0, True, "8"])
 def test_an_engine_has_room_for_a_request(pair, rows):
     with pytest.raises(UsageError) as refused:
@@ -159,6 +180,50 @@ def test_encode_gives_ids_as_they_are(pair):
     with pytest.raises(UsageError) as refused:
         encode(pair, "text")
     assert refused.value.code == "U14"
+
+
+CHAT = [{"role": "system", "content": "red"}, {"role": "user", "content": [{"type": "text", "text": "tick"}]}]
+
+
+def with_tokenizer(path, **options):
+    return load(str(write_model(write_tokenizer(path, **options), {**LLAMA, "vocab_size": 331})))
+
+
+def test_messages_go_through_the_chat_template_and_text_does_not(tmp_path):
+    pair = with_tokenizer(tmp_path)
+    ids = pair.tokenizer.encode("<bos>[system]red<|end|>[user]tick<|end|>[assistant]")
+    assert encode(pair, CHAT) == ids == pair.tokenizer.chat(CHAT).ids
+    assert encode(pair, "tick") == pair.tokenizer.encode("tick")
+    reply = generate(pair, ids, None, 5).token_ids
+    assert generate(pair, CHAT, None, 5).token_ids == reply
+    assert [t for event in stream(pair, tuple(CHAT), None, 5) for t in event.token_ids] == reply
+    handle = Engine(pair).submit(Request(CHAT, GREEDY, 5))
+    assert handle.request.prompt == ids and handle.result().token_ids == reply
+    assert handle.result().prompt_tokens == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([{"role": "tool", "content": "x"}], "role tool is not known"),
+        ([{"content": "x"}], "message 0"),
+        ([{"role": "user", "content": "x"}, 5], "message 1: found 5"),
+    ],
+)
+def test_messages_the_template_does_not_take_are_refused(tmp_path, messages, found):
+    pair = with_tokenizer(tmp_path)
+    for way in (lambda: generate(pair, messages), lambda: Engine(pair).submit(Request(messages, GREEDY))):
+        with pytest.raises(UsageError, match=found) as refused:
+            way()
+        assert refused.value.code == "U18"
+
+
+def test_messages_without_a_chat_template_are_refused(tmp_path):
+    pair = with_tokenizer(tmp_path, template=None)
+    for way in (lambda: stream(pair, CHAT), lambda: Engine(pair).submit(Request(CHAT, GREEDY))):
+        with pytest.raises(UsageError, match="without a chat template, expected text or token ids") as refused:
+            way()
+        assert refused.value.code == "U18"
 
 
 @pytest.mark.parametrize("wait", [False, True], ids=["together", "one after the other"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -120,6 +122,13 @@ def test_what_runs_is_said_in_one_line(plugins: Any) -> None:
         assert (type(model.first) is Doubled) is line.startswith("own")
 
 
+def test_the_variable_that_keeps_kernels_out_is_named(plugins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugins("on")
+    monkeypatch.setenv("MLX_SPEC_PLUGINS", "gemma4,own")
+    line = f"mlx (no kernels for {device_kind()}: MLX_SPEC_PLUGINS lets in only gemma4, own)"
+    assert use_kernels(Model()).line() == line
+
+
 def test_both_models_of_a_pair_in_one_line():
     one, two = KernelUse({"a x": {"linear": 3}}), KernelUse({"a x": {"linear": 2, "norm": 1}, "b": {"rope": 1}})
     assert one.merged(two).line() == "a x (linear 5, norm 1); b (rope 1)"
@@ -144,4 +153,11 @@ def test_a_name_nobody_brings_is_refused_before_a_kernel_is_asked(plugins: Any) 
         assert caught.value.code == "U05" and caught.value.found == name.split(",")[-1]
     for name in ("on", "off", "linear"):
         plugins(name, asked, elsewhere)
+        check_kernels()
+
+
+def test_a_part_of_other_kernels_is_told_from_a_name_nobody_brings(plugins: Any) -> None:
+    plugins("inner", kernel(), replace(kernel("inner"), swap=None))
+    part = "found inner, a part of other kernels that is not chosen by itself, expected on | off | linear. Correct"
+    with pytest.raises(UsageError, match=re.escape(part)):
         check_kernels()

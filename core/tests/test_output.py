@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -35,6 +36,28 @@ def test_a_full_stderr_stops_no_work(monkeypatch):
 
     monkeypatch.setattr("sys.stderr", Full())
     output.note("a word beside the work")
+
+
+def test_long_work_is_spoken_of_until_it_is_silenced(capsys, monkeypatch):
+    monkeypatch.setattr(output, "SPEAK_FIRST", 0.05)
+    monkeypatch.setattr(output, "SPEAK_EVERY", 0.05)
+    looked, twice = [], Event()
+
+    def text() -> str:
+        looked.append(len(looked))
+        if len(looked) == 2:
+            twice.set()
+        return f"at {len(looked)}"
+
+    with output.speaking(text) as silence:
+        assert twice.wait(10)
+        silence()
+        told = len(looked)
+    assert len(looked) <= told + 1  # one may be under way
+    assert capsys.readouterr().err.startswith("at 1 (0 s so far)\nat 2 (0 s so far)\n")
+    with output.speaking(lambda: pytest.fail("spoken of")):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_json_refuses_what_it_does_not_know():

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 import types
 
 import pytest
+from click.testing import CliRunner
+from tinymodels import write_model
 
 from mlx_spec import hookimpl, plugins
+from mlx_spec.cli import cli
+from mlx_spec.demos import demo_pair
 from mlx_spec.discovery import EntryRecord, discover
-from mlx_spec.errors import PluginError
+from mlx_spec.errors import LoadError, PluginError, UsageError
+from mlx_spec.inspection import inspect
+from mlx_spec.pair import load
 from mlx_spec.plugins import PluginManager, get_manager
 from mlx_spec.registry import CORE
 
@@ -25,7 +33,7 @@ BROKEN = {
     "raises": ("raise RuntimeError('on import')\n", "RuntimeError: on import"),
     "exits": ("import sys\nsys.exit(3)\n", "SystemExit: 3"),
     "missing": ("import surely_not_installed_here\n", "surely_not_installed_here"),
-    "misspelt": (HEAD + "@hookimpl\ndef spec_propos(lane, budget):\n    return None\n", "Did you mean spec_propose"),
+    "misspelt": (HEAD + "@hookimpl\ndef spec_propos(lane, budget):\n    return None\n", "Did you mean spec_propose?"),
     "unmarked": ("def spec_register(register):\n    pass\n", "Add @mlx_spec.hookimpl"),
     "default": (HEAD + "@hookimpl\ndef spec_propose(lane, budget=3):\n    return None\n", "default of 'budget'"),
     "argument": (HEAD + "@hookimpl\ndef spec_propose(lane, width):\n    return None\n", "argument 'width'"),
@@ -65,6 +73,24 @@ def test_a_broken_plugin_is_reported_and_stops_nobody(site, name):
     assert reason in str(bad.errors[0]) and "bad-dist" in str(bad.errors[0])
     assert good.loaded and good.errors == []
     assert made.registry.model_types() == ("good",)
+
+
+def test_a_broken_plugin_is_named_where_something_of_it_is_missed(site, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_SPEC_PLUGINS", "bad,good")
+    site.install("bad-dist", "bad", BROKEN["syntax"][0])
+    site.install("good-dist", "good", GOOD)
+    reason = "MLX_SPEC_PLUGINS lets in only bad, good) (spec plugins says why these failed to load: bad)"
+    path = write_model(tmp_path / "tiny")
+    for missed in (lambda: load(str(path), kind="suffix"), demo_pair):
+        with pytest.raises(UsageError, match=re.escape(reason)):
+            missed()
+    note = "plugin bad failed to load, so what it serves is not here: spec plugins says why"
+    assert load(str(path)).plan.notes == inspect(str(path)).notes == [note]
+    assert f"\nnote: {note}\n" in CliRunner().invoke(cli, ["inspect", str(path)]).stderr
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "of-bad"}))
+    with pytest.raises(LoadError, match=re.escape(reason)):
+        load(str(path))
 
 
 def test_misspelt_optional_hooks_are_allowed():

@@ -41,6 +41,7 @@ def test_kernels_that_cannot_run_here_are_marked_with_the_reason(site, spec):
     }
     done = spec("plugins")
     assert f"works ({device}), absent ({device}, not used here)" in " ".join(done.stdout.split())
+    assert done.stdout.splitlines()[0].endswith("kernels")  # the longest column pads no other
     assert "note: plugin own: not used here: absent, missing: no library\n" in done.stdout
     assert "elsewhere (" in done.stdout and elsewhere not in done.stdout  # nothing is wrong with it
     assert "not used here: works" not in done.stdout and done.stderr == ""

@@ -144,6 +144,7 @@ def test_help_after_a_family_tells_every_option_of_its_writer(family: str, capsy
     out = capsys.readouterr().out
     assert "--set KEY=VALUE" in out and f"--set for {family}" in out
     described = out.partition(f"--set for {family}")[2]
+    assert described.startswith((", with their defaults:\n  ", ":\n"))
     for name in signature(writer_of(family)).parameters:
         if name not in ("out", "seed"):
             said = re.findall(rf"^\s*(?:\w+, )*{name}(?:, \w+)*: \S", described, re.M)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
-from tinymodels import TEMPLATE, write_model, write_tokenizer
+from tinymodels import LLAMA, TEMPLATE, write_model, write_tokenizer
 
 from mlx_spec.demos import demo_pair
 from mlx_spec.errors import LoadError, UsageError
@@ -83,6 +84,25 @@ def test_code_of_a_tokenizer_is_not_run(tmp_path):
 def test_loading_prints_nothing(tmp_path, capfd):
     load_tokenizer(write_tokenizer(tmp_path))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_type_that_transformers_does_not_know_is_no_news(spec, tmp_path):
+    """In a process of its own: what the library says while it is imported for a first tokenizer."""
+    path = write_model(write_tokenizer(tmp_path / "tiny"), LLAMA | {"vocab_size": 340})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "never_heard_of"}))
+    done = spec("inspect", "tiny")
+    assert "never_heard_of" in done.stderr and "transformers" not in done.stderr, done.stderr
+
+
+def test_a_text_longer_than_the_tokenizer_expects_is_no_news(tmp_path, caplog, monkeypatch):
+    write_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": 4}))
+    loaded = load_tokenizer(tmp_path)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert loaded.wrapped.model_max_length == 4 and len(loaded.encode("red green blue white tick")) > 4
+    assert caplog.messages == []
 
 
 def test_sizes_and_ids(tokenizer):

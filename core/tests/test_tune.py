@@ -173,10 +173,18 @@ def pair_of(target: Path, **options):
     return load(str(target), str(target), "full-model", probe=False, **options)
 
 
+WIDEST = "note: no wider one was tried; a larger --draft-block-size, if drafter and probe allow it, may win\n"
+
+
+def test_a_best_width_that_is_the_widest_tried_is_told_as_such(target, speeds):
+    out = tune(target, "--draft-block-size", 3)
+    assert f"best: L=3 (2 drafted tokens); stored: L=3\n{WIDEST}" in out.stdout
+
+
 def test_the_best_width_is_stored_and_used_from_then_on(target, speeds, tmp_path):
     out = tune(target, "--draft-block-size", 5, "--out", tmp_path / "results")
     assert out.exit_code == 0, out.output
-    assert "best: L=3 (2 drafted tokens); stored: L=3" in out.stdout
+    assert "best: L=3 (2 drafted tokens); stored: L=3" in out.stdout and WIDEST not in out.stdout
     assert "1.60x" in out.stdout and out.stdout.count("chosen") == 1
     lines = out.stdout.splitlines()
     assert lines[0].endswith("on each of code; gains are means of paired runs and do not divide from the speeds")

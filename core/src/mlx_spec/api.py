@@ -5,38 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .engine import Engine
-from .errors import UsageError
-from .intake import prompt_ids
+from .intake import check_pair, is_chat, message_ids, no_tokenizer, prompt_ids
 from .pair import Pair, load
 from .request import Event, Request, Result
 from .sampling import Sampling
+from .types import Message
 
 __all__ = ["encode", "generate", "load", "stream"]
 
 
-def encode(pair: Pair, prompt: str | Sequence[int]) -> list[int]:
-    """Token ids of a prompt: text goes through the pair's tokenizer, ids pass unchanged."""
+def encode(pair: Pair, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
+    """Token ids of a prompt: text as it is, messages through the chat template, ids unchanged."""
+    if is_chat(prompt):
+        return message_ids(prompt, pair)
     if not isinstance(prompt, str):
-        return prompt_ids(prompt)  # type: ignore[return-value]  # Engine.submit checks every one
+        return prompt_ids(prompt, text=True)  # type: ignore[return-value]  # Engine.submit checks every one
     if pair.tokenizer is None:
         raise no_tokenizer()
     return pair.tokenizer.encode(prompt)
 
 
-def no_tokenizer() -> UsageError:
-    """The refusal of text for a target that has no tokenizer."""
-    return UsageError(
-        "prompt",
-        found="text, and a target without a tokenizer",
-        expected="token ids",
-        next_step="Pass ids (--prompt-ids), or add tokenizer.json to the target's directory",
-        code="U14",
-    )
-
-
 def _request(
     pair: Pair,
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[int] | Sequence[Message],
     sampling: Sampling | None,
     max_tokens: int,
     ignore_eos: bool,
@@ -45,7 +36,7 @@ def _request(
     block_size: int | None,
 ) -> Request:
     return Request(
-        prompt=encode(pair, prompt),
+        prompt=encode(check_pair(pair), prompt),
         sampling=Sampling() if sampling is None else sampling,
         max_tokens=max_tokens,
         ignore_eos=ignore_eos,
@@ -57,7 +48,7 @@ def _request(
 
 def generate(
     pair: Pair,
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[int] | Sequence[Message],
     sampling: Sampling | None = None,
     max_tokens: int = 256,
     ignore_eos: bool = False,
@@ -68,7 +59,8 @@ def generate(
     """Generate one reply.
 
     Args:
-        prompt: text, or token ids.
+        prompt: text, continued as it is; messages, [{"role": "user", "content": "..."}], through the chat template;
+            or token ids.
         sampling: greedy when None.
         max_tokens: reply length limit; the context may end it sooner.
         ignore_eos: go on past the model's end ids.
@@ -85,7 +77,7 @@ def generate(
 
 def stream(
     pair: Pair,
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[int] | Sequence[Message],
     sampling: Sampling | None = None,
     max_tokens: int = 256,
     ignore_eos: bool = False,

@@ -14,7 +14,6 @@ from typing import Any
 
 from .errors import LoadError, SpecError
 from .identify import carries_embedding, identify, other_kind, refuse_other_kind
-from .settings import plugins_note
 from .tensorfiles import (
     TensorInfo,
     check_finite,
@@ -310,9 +309,12 @@ def load_error(ref: ModelRef, config: Mapping[str, Any], error: Exception) -> Lo
             code="L19",
         )
     if "not supported" in text and isinstance(error, ValueError):
+        from .plugins import get_manager
+
+        lacks = f"which no plugin and not mlx-lm defines{get_manager().missing()}"
         return LoadError(
             where,
-            found=f"model_type {config.get('model_type')!r}, which no plugin and not mlx-lm defines{plugins_note()}",
+            found=f"model_type {config.get('model_type')!r}, {lacks}",
             expected="a supported model_type",
             next_step="Install the plugin for this family (`spec plugins` lists what is installed), or update mlx-lm",
             code="L06",

@@ -26,7 +26,7 @@ def demo_pair(plugin: str | None = None, flag: str = "-m") -> Demo:
         raise UsageError(
             flag,
             found=f"{'no target' if plugin is None else DEMO + plugin}, and no plugin that ships a demo pair"
-            f"{plugins_note()}",
+            f"{manager.missing()}",
             expected="a directory or hub id",
             next_step="Name one, or install a plugin that ships a demo pair (in a clone: "
             "pip install ./core ./plugins/gemma4)"

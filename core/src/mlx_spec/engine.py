@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from .advance import Advancer
 from .errors import SpecError
-from .intake import check_request, check_rows
+from .intake import check_pair, check_request, check_rows
 from .prefill import Prefill
 from .request import Event, Request, Result, Row, next_id
 from .rows import new_row
@@ -30,7 +30,11 @@ log = logging.getLogger("mlx_spec.engine")
 
 
 class Handle:
-    """The caller's end of one request; may be used in any thread, also in several."""
+    """The caller's end of one request; may be used in any thread, also in several.
+
+    Attributes:
+        prompt_done: prompt tokens processed so far, chunk by chunk; the last one is the first round's.
+    """
 
     def __init__(self, engine: Engine, request: Request):
         self._engine = engine
@@ -38,6 +42,7 @@ class Handle:
         self.events: deque[Event] = deque()
         self.outcome: Result | None = None
         self.fault: Exception | None = None
+        self.prompt_done = 0
 
     def __iter__(self) -> Iterator[Event]:
         """Events as they are committed; steps the engine when no other thread does.
@@ -90,7 +95,7 @@ class Engine:
     """
 
     def __init__(self, pair: Pair, max_rows: int = 8):
-        self.pair = pair
+        self.pair = check_pair(pair)
         self.max_rows = check_rows(max_rows)
         if max_rows > 1 and not pair.target.capabilities.batch:
             log.info("%s serves one request at a time: max_rows %d is 1", pair.target.model_type, max_rows)
@@ -246,6 +251,7 @@ class Engine:
                 self._fail(handle, work.row, exc)
                 continue
             spent += max(1, work.done - before)
+            handle.prompt_done = work.done
             if complete:
                 self._prefill = None
                 self._advancer.join(work)

@@ -26,10 +26,12 @@ class FixedGovernor:
         self.tokens = 0
         self.speculative_rounds = 0
         self.plain_steps = 0
+        self._asked = self._empty = 0  # K of this round; rounds asked for drafts that got none
 
     def choose(self, room: int) -> int:
         """K, or what is left of the reply."""
-        return max(0, min(self.k, room))
+        self._asked = max(0, min(self.k, room))
+        return self._asked
 
     def observe(
         self,
@@ -46,6 +48,7 @@ class FixedGovernor:
             self.speculative_rounds += 1
         else:
             self.plain_steps += 1
+            self._empty += self._asked > 0
 
     def plain_span(self) -> int:
         """Plain steps to run before asking again."""
@@ -63,7 +66,8 @@ class FixedGovernor:
     @property
     def state(self) -> str:
         """One line for people."""
-        return f"K={self.k}: fixed (adaptive off)"
+        empty = f"; the drafter had nothing to propose {self._empty} times" if self._empty else ""
+        return f"K={self.k}: fixed (adaptive off){empty}"
 
 
 class Governor:

@@ -17,6 +17,7 @@ Kind = Literal[
     "target", "drafter", "speculators", "adapter", "gguf", "pytorch", "tokenizer", "embedding", "empty", "unknown"
 ]
 
+GGUF = ".gguf"
 _DRAFTER_TYPE = re.compile(r"_(assistant|mtp|draft|drafter|dflash|dspark|eagle\d?|medusa)$")
 _DRAFTER_ARCH = re.compile(r"Draft|DFlash|DSpark|Assistant|Eagle|Medusa|Speculator")
 _DRAFTER_KEYS = ("dflash_config", "backbone_hidden_size", "eagle_config")
@@ -75,8 +76,9 @@ def _other_format(names: list[str], weights: list[str], config: Mapping[str, Any
         return Identity("adapter", "it holds an adapter (adapter_config.json), not a whole model")
     if weights:
         return None
-    if any(n.endswith(".gguf") for n in names):
-        return Identity("gguf", "it holds GGUF files only")
+    if ggufs := [n for n in names if n.endswith(GGUF)]:
+        more = f" and {len(ggufs) - 1} more" if len(ggufs) > 1 else ""
+        return Identity("gguf", f"it holds GGUF files only: {ggufs[0]}{more}")
     if any(n.endswith((".bin", ".pt", ".pth")) for n in names):
         return Identity("pytorch", "it holds PyTorch weights (.bin) only")
     if config is not None and config.get("model_type"):
@@ -90,7 +92,6 @@ _NEXT_STEPS: Mapping[Kind, str] = {
     "drafter": "It is a drafter: pass it as --draft-model and give the full model to -m",
     "speculators": "Use the model it was made for as -m; this packaging needs a plugin that reads it",
     "adapter": "Fuse it into its base model with `mlx_lm.fuse` and give the fused directory",
-    "gguf": "Give a safetensors checkpoint of the same model",
     "pytorch": "Convert it with `mlx_lm.convert --hf-path` and give the result",
     "tokenizer": "Give the directory that also holds the weights",
     "embedding": "Give a model that generates text",
@@ -109,11 +110,14 @@ def refuse_other_kind(path: Path, config: Mapping[str, Any] | None, drafter_type
 def other_kind(path: Path, identity: Identity) -> LoadError:
     """The error for a directory of another kind, with the step that fits the kind."""
     what = "a drafter" if identity.kind == "drafter" else "another kind of directory"
+    step = _NEXT_STEPS.get(identity.kind, "Check the path")
+    if identity.kind == "gguf":
+        step = f"Make a safetensors checkpoint of it: spec convert {min(path.glob('*' + GGUF))} -o DIR"
     return LoadError(
         f"model {path}",
         found=f"{what} ({identity.reason})",
         expected="a causal language model with config.json and safetensors weights",
-        next_step=_NEXT_STEPS.get(identity.kind, "Check the path"),
+        next_step=step,
         code="L05",
     )
 

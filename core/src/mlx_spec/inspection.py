@@ -72,6 +72,7 @@ class Inspection:
     drafters: list[DrafterFit] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)  # of the head in this checkpoint
     problems: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what else may change the answer
 
     @property
     def ok(self) -> bool:
@@ -83,12 +84,13 @@ def inspect(
     name: str, drafters: Sequence[str] = (), context: int | None = None, kv_bits: int | None = None
 ) -> Inspection:
     """Look at a directory or hub id; problems are collected, not raised, once every directory is found."""
-    _manager().check_asked()
+    manager = _manager()
+    manager.check_asked()
     check_kernels()
     ref = resolve(name, config=False)
     for candidate in drafters:
         resolve(candidate, config=False, drafter=True)
-    report = Inspection(name, ref.path)
+    report = Inspection(name, ref.path, notes=manager.failures())
     config = _try(report, lambda: read_config(ref.path)) if (ref.path / "config.json").exists() else None
     ref = ModelRef(ref.name, ref.path, config or {})
     _identify(report, ref, config)
@@ -328,7 +330,7 @@ def _check_generic(ref: ModelRef) -> None:
 
 
 def _fits(report: Inspection, ref: ModelRef, candidates: Sequence[str]) -> None:
-    """Built-in drafters, heads in the checkpoint, what the owner offers, and the candidates given."""
+    """Built-in drafters, heads in the checkpoint, what plugins offer, and the candidates given."""
     blocked = "" if report.ok else "the target itself cannot be used, see the errors"
     any_size = f"any smaller causal LM with the same tokenizer, vocabulary up to {report.vocab_size}"
     for kind, reason in (("prompt-lookup", "works with every target"), ("full-model", any_size)):
@@ -347,7 +349,19 @@ def _fits(report: Inspection, ref: ModelRef, candidates: Sequence[str]) -> None:
             report.drafters.append(
                 DrafterFit(claim.kind, f"plugin {claim.owner}", report.ok, f"a directory of model_type {types}")
             )
+    report.drafters += _without_files(report.ok, blocked)
     report.drafters += [_candidate(ref, name) for name in candidates]
+
+
+def _without_files(ok: bool, blocked: str) -> list[DrafterFit]:
+    """Drafters of plugins whose kinds need no directory: which targets they draft for is theirs to say."""
+    manager = _manager()
+    claims = [c for record in manager.records if record.claims is not None for c in record.claims.drafters]
+    return [
+        DrafterFit(c.kind, f"plugin {c.owner}", ok, blocked or f"needs no directory; use it with --draft-kind {c.kind}")
+        for c in claims
+        if c.owner != manager.core_name and not c.model_types and c.detect is None
+    ]
 
 
 def _candidate(ref: ModelRef, name: str) -> DrafterFit:

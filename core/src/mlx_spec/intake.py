@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from .errors import UsageError
 from .request import Request
 from .sampling import Sampling
+from .types import Message
 from .values import as_integer, as_items, shown
 from .width import check_block_size
 
 if TYPE_CHECKING:
     from .pair import Pair
+
+
+def check_pair(pair: object) -> Pair:
+    """`pair`, when it is one; UsageError for a name, a target alone, or anything else."""
+    from .pair import Pair
+
+    if isinstance(pair, Pair):
+        return pair
+    raise UsageError(
+        "pair",
+        found=f"{type(pair).__name__} {shown(pair)}",
+        expected="a loaded pair",
+        next_step="Give what mlx_spec.load returns, with or without a drafter",
+        code="U43",
+    )
 
 
 def check_request(request: Request, pair: Pair) -> Request:
@@ -24,7 +40,8 @@ def check_request(request: Request, pair: Pair) -> Request:
     for switch in ("ignore_eos", "adaptive", "speculative"):
         _check_type(switch, getattr(request, switch), bool)
     target, block_size = pair.target, request.block_size
-    ids = check_prompt(request.prompt, pair.token_limit or target.vocab_size, target.context)
+    prompt = message_ids(request.prompt, pair) if is_chat(request.prompt) else request.prompt
+    ids = check_prompt(prompt, pair.token_limit or target.vocab_size, target.context)
     target.check_prompt(ids)
     _check_sampling(request.sampling, pair)
     return replace(
@@ -72,15 +89,49 @@ def _check_sampling(sampling: Sampling, pair: Pair) -> None:
         )
 
 
-def prompt_ids(prompt: object) -> list[object]:
-    """The items of a prompt that is no text: a list, a range or a one-dimensional array; else UsageError."""
+def no_tokenizer(given: str = "text") -> UsageError:
+    """The refusal of what only a tokenizer makes ids of, for a target that has none."""
+    return UsageError(
+        "prompt",
+        found=f"{given}, and a target without a tokenizer",
+        expected="token ids",
+        next_step="Pass ids (--prompt-ids), or add tokenizer.json to the target's directory",
+        code="U14",
+    )
+
+
+def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
+    """True for a list that begins with a message, {"role": ..., "content": ...}."""
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def message_ids(messages: Sequence[Message], pair: Pair) -> list[int]:
+    """Token ids of messages, through the chat template of the pair's tokenizer; UsageError without one."""
+    if pair.tokenizer is None:
+        raise no_tokenizer("messages")
+    if not pair.tokenizer.has_chat_template:
+        raise UsageError(
+            "prompt",
+            found="messages, and a tokenizer without a chat template",
+            expected="text or token ids",
+            next_step="Give text, which is used as it is, or add chat_template.jinja to the target's directory",
+            code="U18",
+        )
+    return pair.tokenizer.chat(messages).ids
+
+
+def prompt_ids(prompt: object, text: bool = False) -> list[object]:
+    """The items of a prompt that is no text: a list, a range or a one-dimensional array; else UsageError.
+
+    text: the caller takes text too, for the message.
+    """
     items = as_items(prompt)
     if items is None:
         raise UsageError(
             "prompt",
             found=f"{type(prompt).__name__} {shown(prompt)}",
-            expected="a list of token ids",
-            next_step="Encode text with the tokenizer of the pair",
+            expected=f"{'text, ' if text else ''}a list of token ids, or one of messages",
+            next_step="Give one of these" if text else "Encode text with the tokenizer of the pair",
             code="U38",
         )
     return items

@@ -100,9 +100,10 @@ def _wanted(registry: Registry, device: str, only: tuple[str, ...] | None) -> li
     known = sorted({kernel.op for _, kernel in found})
     unknown = [name for name in only or () if name not in known]
     if unknown:
+        inner = any(kernel.op == unknown[0] and not kernel.swap for _, kernel in registry.kernels())
         raise UsageError(
             "MLX_SPEC_KERNELS",
-            found=unknown[0],
+            found=f"{unknown[0]}, a part of other kernels that is not chosen by itself" if inner else unknown[0],
             expected=" | ".join(["on", "off", *known]),
             next_step="Correct or unset MLX_SPEC_KERNELS",
             code="U05",
@@ -128,7 +129,7 @@ def use_kernels(*models: Any) -> KernelUse:
     MLX_SPEC_KERNELS=off leaves everything to mlx; names of ops use only those.
     """
     from .plugins import get_manager
-    from .settings import get_settings
+    from .settings import get_settings, plugins_note
 
     only = get_settings().kernels
     trees = [model for model in models if model is not None]
@@ -146,7 +147,7 @@ def use_kernels(*models: Any) -> KernelUse:
             path = f"{candidate.owner} {candidate.detail}".strip()
             use.layers.setdefault(path, {})[candidate.kernel.op] = count
     if not use.layers and not use.reason:
-        use.reason = f"no kernels for {device}"
+        use.reason = f"no kernels for {device}{plugins_note().replace(' (', ': ').rstrip(')')}"
     log.info("kernels: %s", use.line())
     return use
 

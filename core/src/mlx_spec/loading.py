@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .registry import Registry
 
 DRAFTER_FLAG, KIND_FLAG = "--draft-model", "--draft-kind"
+DRAFTER_ARGUMENT, KIND_ARGUMENT = "drafter", "kind"  # what `load` calls the two
 FULL_MODEL = "full-model"  # the one kind without model_types of its own that still needs a directory
 
 
@@ -169,17 +170,17 @@ def check_kind(
     Opens no folder. What depends on the target, a head of its own say, is left to `choose_drafter`.
     """
     from .plugins import get_manager
-    from .settings import plugins_note
 
-    get_manager().check_asked()
-    registry = get_manager().registry
+    manager = get_manager()
+    manager.check_asked()
+    registry = manager.registry
     if kind is None or kind == "none":
         return
     if kind not in registry.kinds():
         raise UsageError(
             kind_from,
             found=kind or "an empty name",
-            expected=" | ".join([*registry.kinds(), "none"]) + plugins_note(),
+            expected=" | ".join([*registry.kinds(), "none"]) + manager.missing(),
             next_step="Choose one of these",
             code="U26",
         )
@@ -196,11 +197,13 @@ def check_kind(
 
 
 def _no_directory(kind: str | None, kind_from: str) -> UsageError:
+    step = f"Pass {DRAFTER_FLAG} DIR, or {KIND_FLAG} prompt-lookup, which needs none"
+    called = kind_from == KIND_ARGUMENT
     return UsageError(
-        "--draft-model",
+        DRAFTER_ARGUMENT if called else DRAFTER_FLAG,
         found="no drafter directory",
         expected=f"one for {kind_from} {kind}",
-        next_step="Pass --draft-model DIR, or --draft-kind prompt-lookup, which needs none",
+        next_step="Give drafter=DIR, or kind='prompt-lookup', which needs none" if called else step,
         code="U22",
     )
 
@@ -229,7 +232,7 @@ def _choose(
     try:
         ref = open_ref(name, drafter=True)
     except SpecError as error:
-        nameless = name_from != DRAFTER_FLAG or error.what == MODEL_NAME
+        nameless = name_from not in (DRAFTER_FLAG, DRAFTER_ARGUMENT) or error.what == MODEL_NAME
         raise error.given_by(name_from) if nameless else error  # noqa: B904 - it is the same error
     return _classify(ref, kind, target, kind_from)
 

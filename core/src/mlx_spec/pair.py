@@ -12,8 +12,8 @@ from .device import Device
 from .errors import FINDINGS, ExactnessError, Finding, LoadError, UsageError
 from .kernels import KernelUse, unrounded, use_kernels
 from .loading import (
-    DRAFTER_FLAG,
-    KIND_FLAG,
+    DRAFTER_ARGUMENT,
+    KIND_ARGUMENT,
     DrafterChoice,
     check_kind,
     choose_drafter,
@@ -88,9 +88,10 @@ class Plan:
         """The start line: one line of key=value pairs."""
         state = "on" if self.active else "off"
         accepts = "" if self.per_row_accepts else "accepts=shortest-row "
+        level = self.level if self.active or self.exactness is not None else "plain"  # there is nothing to prove
         return (
             f"speculation={state} kind={self.requested} block_size={self.block_size} "
-            f"block_size_from={self.block_size_from.replace(' ', '-')} exactness={self.level} {accepts}"
+            f"block_size_from={self.block_size_from.replace(' ', '-')} exactness={level} {accepts}"
             f"reason={self.reason!r} kernels={self.kernels.line()!r}"
         )
 
@@ -138,8 +139,8 @@ def load(
     block_size: int | None = None,
     *,
     block_size_from: str = "operator",
-    drafter_from: str = DRAFTER_FLAG,
-    kind_from: str = KIND_FLAG,
+    drafter_from: str = DRAFTER_ARGUMENT,
+    kind_from: str = KIND_ARGUMENT,
     exactness: str = "greedy",
     probe: bool = True,
     kv_bits: int | None = None,
@@ -158,7 +159,7 @@ def load(
         target, drafter: local directory, hub id, or demo:PLUGIN.
         kind: "mtp", "full-model", "prompt-lookup", "none" or None (from the directory).
         block_size: L, the verified rows per round, anchor counted.
-        block_size_from, drafter_from, kind_from: flag or variable that gave the value, for messages.
+        block_size_from, drafter_from, kind_from: argument, flag or variable that gave the value, for messages.
         exactness: weakest level accepted: "bitwise", "greedy", "distribution" or "lossy".
         probe: False skips the exactness probe; the pair then runs as "unproven".
         kv_bits: 4 or 8 for a quantised K/V state, None for the model's dtype.
@@ -210,7 +211,9 @@ def _load(
     import mlx.nn as nn
 
     from .greedy import GreedyChoice
+    from .plugins import get_manager
 
+    plan.notes += get_manager().failures()
     greedy = nn.Sequential(GreedyChoice())  # a module that another one holds can be replaced
     plan.kernels = use_kernels(loaded.model, greedy)
     _check_experts(loaded)
@@ -232,7 +235,7 @@ def _load(
         pair.drafter_ref, pair.drafter_owner = choice.ref, choice.owner
     if note := unrounded(plan.kernels, *networks):
         plan.notes.append(note)
-        log.warning("%s", note)
+        said.warning("%s", note)
     return pair
 
 
@@ -363,7 +366,7 @@ def _prove(pair: Pair, probe: bool, tick: Callable[[str], None] | None) -> None:
     elif settings.allow_inexact:
         plan.reason = f"MLX_SPEC_ALLOW_INEXACT=1 overrides: {report.reason}"
         plan.notes.append(plan.reason)
-        log.warning("%s", plan.reason)
+        said.warning("%s", plan.reason)
     else:
         plan.active = False
         plan.reason = f"plain decoding: exactness {plan.exactness_asked} asked, {report.level} reached; {report.reason}"

@@ -96,6 +96,7 @@ class Pilot:
         self._ready: int | None = None  # K that was decided ahead, for a round with room for all drafts
         self._last = (0, 0.0)  # K and goodput of the last decision
         self._opened = False
+        self._drafted = False  # whether any round of this pilot drafted
 
     def use(self, costs: BatchCosts) -> None:
         """The lane has another batch size now; a size never seen is measured plainly first."""
@@ -189,7 +190,7 @@ class Pilot:
             self._plain_left = max(0, self._plain_left - 1)
             self._note_empty(record.asked)
             return
-        self._dry = 0
+        self._dry, self._drafted = 0, True
         if self._burst is not None:
             self._burst.append((mean, self.costs.steps(record.width)))
             self._judge_probe()
@@ -323,13 +324,15 @@ class Pilot:
             return f"K={k}: being measured"
         # where there is room for k tokens: the end of a reply, where this is mostly read, has none
         tokens, steps = Crew([(estimate, k) for estimate, _ in self.crew.rows]).expected(k), self.costs.steps(k)
+        unseen = "" if self._drafted else ", by earlier replies: this one drafted nothing"
         if not self.parked:
             seen = tokens / steps
-            return f"K={k}: {seen:.2f}x plain estimated" if seen >= 1 else f"K={k}: {seen:.2f}x plain so far, in doubt"
+            doubt = f"K={k}: {seen:.2f}x plain so far, in doubt{unseen}"
+            return f"K={k}: {seen:.2f}x plain estimated{unseen}" if seen >= 1 else doubt
         wait = math.ceil(self._resume_at - self.tokens)
         then = "probing now" if self._burst is not None or wait <= 0 else f"re-probe in {wait} tokens"
         if tokens >= steps:  # learned since: plain steps or saved costs changed what a round is believed to cost
-            return f"parked at {gain:.2f}x plain; costs known by now give {tokens / steps:.2f}x at K={k}; {then}"
-        return (
-            f"parked: {tokens:.1f} tokens/round at K={k} costs {steps:.1f} plain steps ({tokens / steps:.2f}x); {then}"
-        )
+            known = f"costs known by now give {tokens / steps:.2f}x at K={k}"
+            return f"parked at {gain:.2f}x plain; {known}; {then}{unseen}"
+        expected = f"{tokens:.1f} tokens/round expected at K={k}"
+        return f"parked: {expected}, which costs {steps:.1f} plain steps ({tokens / steps:.2f}x); {then}{unseen}"

@@ -20,7 +20,7 @@ from . import __version__, hookspecs
 from .discovery import NOT_INSTALLED, EntryRecord, discover
 from .errors import PluginError, SpecError
 from .registry import CORE, Register, Registry
-from .settings import early
+from .settings import early, plugins_note
 
 if TYPE_CHECKING:
     import click
@@ -135,6 +135,20 @@ class PluginManager:
     def record(self, name: str) -> PluginRecord | None:
         """The loaded plugin of that name."""
         return next((r for r in self.records if r.name == name and r.loaded), None)
+
+    def missing(self) -> str:
+        """What to add where a plugin is missed: who failed to load, whom MLX_SPEC_PLUGINS lets in."""
+        failed = ", ".join(record.name for record in self.records if not record.loaded)
+        told = f" (spec plugins says why these failed to load: {failed})" if failed else ""
+        return plugins_note() + told
+
+    def failures(self) -> list[str]:
+        """A note for every plugin that could not be loaded."""
+        return [
+            f"plugin {record.name} failed to load, so what it serves is not here: spec plugins says why"
+            for record in self.records
+            if not record.loaded
+        ]
 
     def check_asked(self) -> None:
         """Raise the PluginError of a name in MLX_SPEC_PLUGINS that nothing installed provides.
@@ -257,7 +271,7 @@ def _check_hooks(pm: pluggy.PluginManager, record: PluginRecord, plugin: Any) ->
             if options.get("optionalhook"):
                 continue
             close = get_close_matches(hook, specs, n=1)
-            step = f"Did you mean {close[0]}" if close else f"The hooks are {', '.join(sorted(specs))}"
+            step = f"Did you mean {close[0]}?" if close else f"The hooks are {', '.join(sorted(specs))}"
             raise _error(record, "hook name", repr(hook), "a hook of mlx_spec.hookspecs", step)
         _check_signature(record, hook, getattr(plugin, name), specs[hook])
         wraps = options.get("wrapper") or options.get("hookwrapper")

@@ -6,10 +6,10 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .lane import Committed
-from .types import RoundRecord
+from .types import Message, RoundRecord
 
 if TYPE_CHECKING:
     from .governor import FixedGovernor, Governor
@@ -29,7 +29,8 @@ class Request:
     """What to generate.
 
     Attributes:
-        prompt: token ids, at least one.
+        prompt: token ids, at least one, or messages, [{"role": "user", "content": "..."}], which the chat template
+            of the target makes ids of.
         sampling: temperature, filters, seed, stops, penalties.
         max_tokens: largest number of reply tokens.
         ignore_eos: go on past the model's end ids (explicit stop ids still end the reply).
@@ -39,7 +40,7 @@ class Request:
         block_size: narrower L for this request, None for the pair's.
     """
 
-    prompt: Sequence[int]
+    prompt: Sequence[int] | Sequence[Message]
     sampling: Sampling
     max_tokens: int = 256
     ignore_eos: bool = False
@@ -170,8 +171,9 @@ class Row:
         self.stop_ids = stop_ids
         self.remaining = remaining
         self.seed = request.sampling.noise_seed()
-        self.prompt_length = len(request.prompt)
-        self.tokens = Committed(int(t) for t in request.prompt)
+        prompt = cast("Sequence[int]", request.prompt)  # a checked request's
+        self.prompt_length = len(prompt)
+        self.tokens = Committed(int(t) for t in prompt)
         self.reply_text = ""
         self.logprobs: list[TokenLogprob] | None = [] if request.sampling.logprobs is not None else None
         self.rounds: list[RoundRecord] = []

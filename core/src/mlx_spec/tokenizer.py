@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from .errors import LoadError, UsageError
+from .types import Message
 
 log = logging.getLogger("mlx_spec.load")
 
 CONFIG = "tokenizer_config.json"  # names a class and its settings; the tokens themselves are in another file
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", "vocab.*", "*.model", "*.tiktoken", "*.bpe")
 NO_FILES = "no tokenizer files"
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Keep the library's advice on other frameworks off the user's terminal; errors still raise."""
+    import transformers  # noqa: F401 - its import sets the level anew, so that comes first
+
     logger = logging.getLogger("transformers")
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.ERROR)
@@ -151,7 +153,8 @@ class Tokenizer:
             )
         start = getattr(self.wrapped, "bos_token", None)
         special = add_special_tokens and not (start and text.startswith(start))
-        return [int(i) for i in self.wrapped.encode(text, add_special_tokens=special)]
+        quiet = {"verbose": False} if self._fast[0] is not None else {}  # of lengths, which `check_prompt` refuses
+        return [int(i) for i in self.wrapped.encode(text, add_special_tokens=special, **quiet)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids to text; control tokens render to nothing unless `skip_special_tokens` is False."""
@@ -161,16 +164,22 @@ class Tokenizer:
         return self._spell(inside)
 
     @cached_property
+    def _fast(self) -> tuple[Any, Any]:
+        """(its class there, the tokenizer) of one that `tokenizers` runs for transformers, else (None, None)."""
+        library = sys.modules.get("transformers")  # not imported: nothing of it is wrapped
+        inner = getattr(self.wrapped, "_tokenizer", None) if hasattr(self.wrapped, "detokenizer") else self.wrapped
+        fast = getattr(library, "PreTrainedTokenizerFast", None)
+        return (fast, inner) if fast is not None and isinstance(inner, fast) else (None, None)
+
+    @cached_property
     def _spell(self) -> Callable[[list[int]], str]:
         """function(ids) -> text, every token spelled out and spaces left as they are.
 
         Every token of a reply passes here. Where the tokenizer is one of `tokenizers` and no class of its own has
         another way to decode, that library is asked, without the checks of what kind of ids these are.
         """
-        library = sys.modules.get("transformers")  # not imported: nothing of it is wrapped
-        inner = getattr(self.wrapped, "_tokenizer", None) if hasattr(self.wrapped, "detokenizer") else self.wrapped
-        fast = getattr(library, "PreTrainedTokenizerFast", None)
-        if fast is not None and isinstance(inner, fast):
+        fast, inner = self._fast
+        if fast is not None:
             own = type(inner)
             if own.decode is fast.decode and own._decode is fast._decode:
                 backend = inner.backend_tokenizer

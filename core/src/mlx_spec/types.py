@@ -19,6 +19,7 @@ Acceptance = Literal["greedy", "rejection", "coupled"]
 Level = Literal["bitwise", "greedy", "distribution", "lossy", "unproven"]
 LEVELS: tuple[str, ...] = ("lossy", "unproven", "distribution", "greedy", "bitwise")  # weakest first
 Side = Literal["target", "drafter"]
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, as chat templates take it
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -296,6 +297,22 @@ def open_folder(path: str) -> Path:
     except OSError as error:
         raise _refuse(path, error) from error
     return folder
+
+
+@contextmanager
+def results_folder(path: str | None) -> Iterator[Path | None]:
+    """`open_folder` for the time of a run; what was made and stayed empty is gone at its end."""
+    if path is None:
+        yield None
+        return
+    made = [folder for folder in (Path(path), *Path(path).parents) if not folder.exists()]
+    folder = open_folder(path)
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # of the first that holds something
+            for empty in made:
+                empty.rmdir()
 
 
 def write_file(path: Path, content: bytes) -> None:

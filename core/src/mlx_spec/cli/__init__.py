@@ -154,6 +154,8 @@ def exit_code(error: BaseException) -> int:
         _discard_output()
         return READER_LEFT
     if isinstance(error, KeyboardInterrupt | click.Abort):
+        with suppress(OSError):  # as below
+            click.echo("interrupted", err=True)
         return INTERRUPTED
     shown = _shown(error)
     if isinstance(error, OSError) and isinstance(shown, SpecError):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..benchmark.method import Arm, BenchPlan
     from ..pair import Pair
 
+NOTHING_TO_PROPOSE = "the drafter had nothing to propose"  # as both governors say it
+
 
 @click.command("bench")
 @pair_options
@@ -64,15 +66,15 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
     path its arm stands for makes the result void (exit 1), as does a reply that differs from the first
     arm's although the pair is proven exact.
     """
-    from ..benchmark.report import failed, open_folder
+    from ..benchmark.report import failed, results_folder
 
-    folder = open_folder(out) if out is not None else None
-    chosen = read_pair_options(values)
-    plan = make_plan(values, chosen)
-    doc = run(plan, values, chosen)
-    show(doc, as_json)
-    if folder is not None:
-        save(doc, folder)
+    with results_folder(out) as folder:
+        chosen = read_pair_options(values)
+        plan = make_plan(values, chosen)
+        doc = run(plan, values, chosen)
+        show(doc, as_json)
+        if folder is not None:
+            save(doc, folder)
     if failed(doc):
         raise RefusedError(
             "bench",
@@ -87,6 +89,8 @@ def next_step(doc: dict[str, Any]) -> str:
     """What to do about a result that cannot be used."""
     if not doc["void"]:
         return "Run spec probe, and report this with the JSON document"
+    if any(NOTHING_TO_PROPOSE in reason for reason in doc["void_reasons"]):
+        return "See the lines above; take text that repeats itself (--workload, --prompt-file), or another drafter"
     pinned = any(arm["speculative"] and not arm["adaptive"] for arm in doc["method"]["arms"])
     advice = "" if pinned else ", and --arms plain,fixed drafts without the governor"
     return f"See the lines above; a larger -n leaves more rounds to draft in{advice}"
@@ -142,7 +146,8 @@ def run(plan: BenchPlan, values: dict[str, Any], chosen: PairOptions) -> dict[st
         settle(pair)
     context["load_s"] = time.perf_counter() - began
     check_active(pair, plan)
-    note(pair.plan.line())
+    for line in [pair.plan.line(), *(f"note: {text}" for text in pair.plan.notes)]:
+        note(line)
     context |= {"pair": machine.describe_pair(pair), "machine": machine.describe_machine()}
     context["versions"] = machine.versions()
     trials = method.prepare(pair, plan)

@@ -287,20 +287,36 @@ def _settings() -> Iterator[Check]:
     from ..settings import get_settings, source, unknown_variables
 
     settings = get_settings()
+    refused = _refused_kernels()
     for field in type(settings).model_fields:
         value = getattr(settings, field)
         shown = "off" if field == "kernels" and value == () else _shown(value)
-        yield Check(f"setting {field}", "ok", f"{shown} ({source(field)})")
+        told = f"{shown} ({source(field)})"
+        if field == "kernels" and refused is not None:
+            yield Check("setting kernels", "warn", f"{told} cannot be used", "See settings")
+        elif field == "threads" and value is not None and value > cpuset_cores():
+            most = cpuset_cores()
+            step = f"Unset it, or give at most {most}"
+            yield Check("setting threads", "warn", f"{told}: no more than the {most} of the cpuset are used", step)
+        else:
+            yield Check(f"setting {field}", "ok", told)
     for name, close in unknown_variables():
         step = f"Did you mean {close}" if close else f"Unset {name}"
         yield Check("settings", "warn", f"{name} means nothing here", step)
+    if refused is not None:
+        yield _refused("settings", refused)
+    yield _cache_folder(settings.cache_dir)
+
+
+def _refused_kernels() -> UsageError | None:
+    """What is wrong with the names in MLX_SPEC_KERNELS."""
     try:
         _candidates()
     except UsageError as error:
-        yield _refused("settings", error)
+        return error
     except ImportError:  # without mlx no name of a kernel means anything; the check of mlx says so
         pass
-    yield _cache_folder(settings.cache_dir)
+    return None
 
 
 def _shown(value: object) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import RefusedError, UsageError, shorten, visible
 from .options import PairOptions, load_pair, pair_options, read_pair_options
-from .output import note, print_json, progress
+from .output import note, print_json, progress, speaking
 from .values import NUMBER, WHOLE, Whole
 
 if TYPE_CHECKING:
@@ -75,20 +76,20 @@ def command(**values: Any) -> None:
         note(f"no prompt given: continuing\n{DEMO_PROMPT}")
     refuse_early(chosen, values, text)
     adaptive = not values["fixed"] and chosen.adaptive is not False
-    made: list[tuple[Request, str]] = []
+    made: list[tuple[Request, list[int], str]] = []
 
     def check(pair: Pair) -> None:
         """Refuse what this target cannot serve, before the probe."""
         from ..intake import check_request
 
         prompt, said = encode_prompt(pair, values, text)
-        made.append((check_request(_request(prompt, sampling, values, adaptive), pair), said))
+        made.append((check_request(_request(prompt, sampling, values, adaptive), pair), prompt, said))
 
     with progress("loading and probing") as steps:
         pair = load_pair(values, chosen, steps, check)
-    ((request, said),) = made
-    prompt = list(request.prompt)
-    for line in [pair.plan.line(), *(f"note: {told}" for told in (*pair.plan.notes, said) if told)]:
+    ((request, prompt, said),) = made
+    unshown = "--logprobs are shown with --json" if values["logprobs"] is not None and not values["as_json"] else ""
+    for line in [pair.plan.line(), *(f"note: {told}" for told in (*pair.plan.notes, said, unshown) if told)]:
         note(line)
     if values["profile"]:
         from ..diagnostics import force_profiling
@@ -97,8 +98,14 @@ def command(**values: Any) -> None:
     compare = values["compare"] if values["compare"] is not None else chosen.demo is not None
     if compare:
         _warm_up(pair, prompt)
-    result = _run(pair, request, values["as_json"])
-    plain = _plain(pair, prompt, sampling, values, result) if compare else None
+    result: Result | None = None
+    try:
+        result = _run(pair, request, values["as_json"])
+        plain = _plain(pair, prompt, sampling, values, result) if compare else None
+    except KeyboardInterrupt as stopped:
+        if (known := stopped.result if isinstance(stopped, Interrupted) else result) is not None:
+            _report(pair, known, None, values)
+        raise
     _report(pair, result, plain, values)
     if result.finish_reason == "error":
         raise RefusedError(
@@ -172,9 +179,8 @@ def refuse_early(chosen: PairOptions, values: dict[str, Any], prompt: str | list
     Only checkpoints that serve media besides text are asked about it; for others the tokenizer is read once, with the
     weights.
     """
-    from ..api import no_tokenizer
     from ..heads import text_section
-    from ..intake import check_prompt
+    from ..intake import check_prompt, no_tokenizer
     from ..loading import open_ref
     from ..plugins import get_manager
     from ..tokenizer import lacking, load_tokenizer
@@ -225,6 +231,14 @@ def _request(prompt: list[int], sampling: Sampling, values: dict[str, Any], adap
     return Request(prompt, sampling, values["max_tokens"], ignore_eos=values["ignore_eos"], adaptive=adaptive)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a reply that has begun; `result` is what there is of it."""
+
+    def __init__(self, result: Result):
+        super().__init__()
+        self.result = result
+
+
 def _run(pair: Pair, request: Request, quiet: bool) -> Result:
     """Generate the reply, its text on standard output as it comes unless `quiet`."""
     from ..diagnostics import held
@@ -232,17 +246,33 @@ def _run(pair: Pair, request: Request, quiet: bool) -> Result:
 
     with held() as profile:
         handle = Engine(pair, max_rows=1).submit(request)
-        for event in handle:
-            if not quiet and event.text:
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
+        size = len(request.prompt)
+        try:
+            with speaking(lambda: f"reading the prompt: {handle.prompt_done} of {size} tokens") as silence:
+                for event in handle:
+                    silence()
+                    if not quiet and event.text:
+                        sys.stdout.write(event.text)
+                        sys.stdout.flush()
+        except KeyboardInterrupt:
+            handle.cancel()  # where it was the writing that was interrupted, and the engine goes on
+            result = replace(handle.result(), finish_reason="cancelled", error="")
+            if not result.token_ids:
+                raise
+            _end_line(quiet)
+            raise Interrupted(result) from None
         result = handle.result()
-    if not quiet:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+    _end_line(quiet)
     for line in profile:
         note(line)
     return result
+
+
+def _end_line(quiet: bool) -> None:
+    """The reply's last line break."""
+    if not quiet:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
 
 
 def _warm_up(pair: Pair, prompt: list[int]) -> None:

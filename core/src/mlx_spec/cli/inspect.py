@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..head_stages import Stage
     from ..inspection import Inspection
 
+SHOWN_LAYERS = 3  # whose quantisation is of their own
 STAGES = ("head", "state", "found", "next step")
 
 
@@ -75,6 +76,8 @@ def command(
                 print_table(STAGES, stage_rows(drafter.stages), f"head in {drafter.source}")
         for problem in report.problems:
             note(problem.line())
+    for text in () if as_json else report.notes:
+        note(f"note: {text}")
     refused = [drafter for drafter in report.drafters if drafter.source in drafters and not drafter.fits]
     for drafter in refused:
         note(drafter.reason)
@@ -145,7 +148,18 @@ def _weights(report: Inspection) -> str:
 
 def _quantisation(report: Inspection) -> str:
     settings = report.quantisation or {}
-    return ", ".join(f"{key} {value}" for key, value in settings.items() if isinstance(value, str | int | float))
+    own = {name: value for name, value in settings.items() if isinstance(value, dict | bool)}
+    named = [f"{name} {_packing(value)}" for name, value in list(own.items())[:SHOWN_LAYERS]]
+    more = [f"{len(own) - SHOWN_LAYERS} more with settings of their own"] if len(own) > SHOWN_LAYERS else []
+    return "; ".join(part for part in [_packing(settings), *named, *more] if part)
+
+
+def _packing(settings: dict[str, Any] | bool) -> str:
+    """Settings of one layer, or of all that have none of their own."""
+    if isinstance(settings, bool):
+        return "quantised" if settings else "not quantised"
+    plain = {key: value for key, value in settings.items() if isinstance(value, str | int | float)}
+    return ", ".join(f"{key} {value}" for key, value in plain.items() if not isinstance(value, bool))
 
 
 def _memory(report: Inspection) -> str:

@@ -9,10 +9,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -132,6 +133,30 @@ class Steps:
             self._next = now + SPEAK_EVERY
             share = f"{self._done:.0f} of {self._total:.0f} done, " if (self._total or 0) > 1 else ""
             note(f"{text} ({share}{now - self._begun:.0f} s so far)")
+
+
+@contextmanager
+def speaking(text: Callable[[], str]) -> Iterator[Callable[[], None]]:
+    """Lines about long work that does not come back to tell: `text()` after a while and from time to time.
+
+    Until the block ends, or what it is given is called. Another thread speaks, so `text` may only look.
+    """
+    over, begun = Event(), time.monotonic()
+
+    def speak() -> None:
+        wait = SPEAK_FIRST
+        while not over.wait(wait):
+            with suppress(OSError):  # the thread of the work finds that nobody reads
+                note(f"{text()} ({time.monotonic() - begun:.0f} s so far)")
+            wait = SPEAK_EVERY
+
+    thread = Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        yield over.set
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def command(prompt: str | None, no_measure: bool, as_json: bool, **values: Any) 
 
 def need_tokenizer(target: str) -> None:
     """UsageError for a prompt that a model has no tokenizer for, from its files."""
-    from ..api import no_tokenizer
+    from ..intake import no_tokenizer
     from ..loading import open_ref
     from ..tokenizer import lacking
 

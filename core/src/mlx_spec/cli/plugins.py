@@ -40,7 +40,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     if on_terminal(sys.stdout):
         print_table(("plugin", "distribution", "status", "serves"), [_narrow(row) for row in rows])
     else:
-        columns = ("plugin", "distribution", "version", "status", "targets", "drafters", "kernels", "hooks")
+        columns = ("plugin", "distribution", "version", "status", "targets", "drafters", "hooks", "kernels")
         print_table(columns, [_wide(row) for row in rows])
     for row in rows:
         for reason, ops in _idle(row).items():
@@ -118,8 +118,8 @@ def _serves(row: dict[str, Any]) -> dict[str, str]:
     return {
         "targets": ", ".join(row["model_types"]),
         "drafters": ", ".join(dict.fromkeys(drafter["kind"] for drafter in row["drafters"])),
-        "kernels": ", ".join(map(_shown_kernel, row["kernels"])),
         "hooks": ", ".join(hook.removeprefix("spec_") for hook in row["hooks"]),
+        "kernels": ", ".join(map(_shown_kernel, row["kernels"])),  # last: nothing is padded to the longest
     }
 
 

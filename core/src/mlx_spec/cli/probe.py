@@ -41,6 +41,8 @@ def command(memo: bool, as_json: bool, **values: Any) -> None:
             else "Change the setting that turned it off",
             code="U40",
         )
+    for text in pair.plan.notes:
+        note(f"note: {text}")
     with progress("probing") as steps:
         report = prove(pair, fresh=not memo, tick=steps.describe)
     if as_json:

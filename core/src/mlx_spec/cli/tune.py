@@ -68,25 +68,25 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
     the widest L tried.
     """
     from ..benchmark.method import need_tokenizer
-    from ..benchmark.report import open_folder
+    from ..benchmark.report import results_folder
 
-    folder = open_folder(out) if out is not None else None
-    chosen = read_pair_options(values)
-    if chosen.block_size is None:
-        chosen = replace(chosen, block_size=widest_to_try(chosen), block_size_from=SWEEP)
-    if values["forget"]:
-        with progress("loading") as steps:
-            forget(load_pair({**values, "no_probe": True}, chosen, steps))
-        return
-    need_tokenizer(chosen.target)
-    with progress("loading and probing") as steps:
-        pair = load_pair(values, chosen, steps)
-    doc = run(pair, values, chosen)
-    refuse_bad(doc)
-    doc["stored"] = store(pair, doc) if not values["no_store"] else "not asked to"
-    show(doc, as_json)
-    if folder is not None:
-        save(doc, folder)
+    with results_folder(out) as folder:
+        chosen = read_pair_options(values)
+        if chosen.block_size is None:
+            chosen = replace(chosen, block_size=widest_to_try(chosen), block_size_from=SWEEP)
+        if values["forget"]:
+            with progress("loading") as steps:
+                forget(load_pair({**values, "no_probe": True}, chosen, steps))
+            return
+        need_tokenizer(chosen.target)
+        with progress("loading and probing") as steps:
+            pair = load_pair(values, chosen, steps)
+        doc = run(pair, values, chosen)
+        refuse_bad(doc)
+        doc["stored"] = store(pair, doc) if not values["no_store"] else "not asked to"
+        show(doc, as_json)
+        if folder is not None:
+            save(doc, folder)
 
 
 def widest_to_try(chosen: PairOptions) -> int:
@@ -251,3 +251,5 @@ def show(doc: dict[str, Any], as_json: bool) -> None:
         print(f"no width beats plain decoding beyond noise; stored: {doc['stored']}")
     else:
         print(f"best: L={doc['chosen']} ({doc['chosen'] - 1} drafted tokens); stored: {doc['stored']}")
+        if doc["chosen"] == max(width["block_size"] for width in doc["sweep"]):
+            print("note: no wider one was tried; a larger --draft-block-size, if drafter and probe allow it, may win")

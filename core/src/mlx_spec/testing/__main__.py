@@ -69,8 +69,8 @@ def _options(family: str) -> str:
         for name, parameter in signature(writer).parameters.items()
         if name not in ("out", "seed") and parameter.default is not parameter.empty
     ]
-    listed = "\n".join(["with their defaults:", *given, ""]) if given else ""
-    return f"\n--set for {family}, {listed}\n{cleandoc(writer.__doc__ or '')}"
+    listed = "\n".join([", with their defaults:", *given, ""]) if given else ":"
+    return f"\n--set for {family}{listed}\n{cleandoc(writer.__doc__ or '')}"
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -127,11 +127,12 @@ def write_tiny(
         text: keys of the target's text configuration to override.
     """
     if variant not in VARIANTS or vocab_size % 16:
+        strange = variant not in VARIANTS
         raise UsageError(
             "tiny Gemma 4 checkpoint",
-            found=f"variant {variant!r}, vocab_size {vocab_size}",
-            expected=f"one of {', '.join(VARIANTS)}, and a multiple of 16",
-            next_step="Choose from these",
+            found=f"variant {variant!r}" if strange else f"vocab_size {vocab_size}",
+            expected=f"one of {', '.join(VARIANTS)}" if strange else "a multiple of 16",
+            next_step="Choose one of these" if strange else "Round it",
             code="GM06",
         )
     shape = VARIANTS[variant]
