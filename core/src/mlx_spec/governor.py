@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .acceptance import AcceptanceEstimate
 from .costs import CostModel
-from .pilot import Crew, Pilot
+from .pilot import NO_DRAFTS, Crew, Pilot
 
 if TYPE_CHECKING:
     from .costs import BatchCosts
@@ -66,7 +66,7 @@ class FixedGovernor:
     @property
     def state(self) -> str:
         """One line for people."""
-        empty = f"; the drafter had nothing to propose {self._empty} times" if self._empty else ""
+        empty = f"; {NO_DRAFTS} {self._empty} times" if self._empty else ""
         return f"K={self.k}: fixed (adaptive off){empty}"
 
 

@@ -129,7 +129,7 @@ def use_kernels(*models: Any) -> KernelUse:
     MLX_SPEC_KERNELS=off leaves everything to mlx; names of ops use only those.
     """
     from .plugins import get_manager
-    from .settings import get_settings, plugins_note
+    from .settings import get_settings, plugins_asked
 
     only = get_settings().kernels
     trees = [model for model in models if model is not None]
@@ -147,17 +147,24 @@ def use_kernels(*models: Any) -> KernelUse:
             path = f"{candidate.owner} {candidate.detail}".strip()
             use.layers.setdefault(path, {})[candidate.kernel.op] = count
     if not use.layers and not use.reason:
-        use.reason = f"no kernels for {device}{plugins_note().replace(' (', ': ').rstrip(')')}"
+        asked = plugins_asked()
+        use.reason = f"no kernels for {device}{f': {asked}' if asked else ''}"
     log.info("kernels: %s", use.line())
     return use
 
 
-def unrounded(use: KernelUse, *models: Any) -> str:
-    """Why MLX_SPEC_ACTIVATIONS changes nothing here, "" when it does or asks for nothing."""
+def rounded_form() -> str:
+    """What MLX_SPEC_ACTIVATIONS asks rows to be rounded to, "" for nothing."""
     from .settings import get_settings
 
     form = get_settings().activations
-    if form not in ROUNDED:
+    return form if form in ROUNDED else ""
+
+
+def unrounded(use: KernelUse, *models: Any) -> str:
+    """Why MLX_SPEC_ACTIVATIONS changes nothing here, "" when it does or asks for nothing."""
+    form = rounded_form()
+    if not form:
         return ""
     asked = f"MLX_SPEC_ACTIVATIONS={form} changes nothing here: found"
     ops = [op for path, counts in use.layers.items() if path.endswith(f" {form}") for op in counts]

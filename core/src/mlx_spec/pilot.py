@@ -34,6 +34,8 @@ PLAIN_AGAIN = 4
 PLAIN_STALE = 256  # tokens, times the square of a gain, after which plain steps are measured again: it may be mistaken
 PLAIN_FEW, NARROW_WIN = 6, 1.2  # with fewer samples than this, eight times sooner but only below this goodput
 
+NO_DRAFTS = "the drafter had nothing to propose"  # in lines for people; `spec bench` advises by it
+
 
 @dataclass(frozen=True, slots=True)
 class Crew:
@@ -318,7 +320,7 @@ class Pilot:
         if not (self._opened and self._last[0]):
             return "not started"
         if self.tokens < self._dry_until:
-            return f"K=0: the drafter had nothing to propose {self._dry} times in a row"
+            return f"K=0: {NO_DRAFTS} {self._dry} times in a row"
         k, gain = self._last
         if not (self.parked or self.costs.measured(k)):
             return f"K={k}: being measured"

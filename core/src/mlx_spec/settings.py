@@ -58,10 +58,16 @@ def plugin_names(text: str) -> tuple[str, ...]:
     return split_names(text) or (text,)
 
 
-def plugins_note() -> str:
-    """What to add where a plugin is missed: " (MLX_SPEC_PLUGINS lets in only ...)", "" when it is not set."""
+def plugins_asked() -> str:
+    """What may keep a plugin out: "MLX_SPEC_PLUGINS lets in only ...", "" when it is not set."""
     names = early().plugins
-    return f" ({PREFIX}PLUGINS lets in only {', '.join(names)})" if names is not None else ""
+    return f"{PREFIX}PLUGINS lets in only {', '.join(names)}" if names is not None else ""
+
+
+def plugins_note() -> str:
+    """The same in parentheses, after a space, to add where a plugin is missed."""
+    asked = plugins_asked()
+    return f" ({asked})" if asked else ""
 
 
 def early() -> Early:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..benchmark.method import Arm, BenchPlan
     from ..pair import Pair
 
-NOTHING_TO_PROPOSE = "the drafter had nothing to propose"  # as both governors say it
-
 
 @click.command("bench")
 @pair_options
@@ -87,9 +85,11 @@ def command(out: str | None, as_json: bool, **values: Any) -> None:
 
 def next_step(doc: dict[str, Any]) -> str:
     """What to do about a result that cannot be used."""
+    from ..pilot import NO_DRAFTS
+
     if not doc["void"]:
         return "Run spec probe, and report this with the JSON document"
-    if any(NOTHING_TO_PROPOSE in reason for reason in doc["void_reasons"]):
+    if any(NO_DRAFTS in reason for reason in doc["void_reasons"]):
         return "See the lines above; take text that repeats itself (--workload, --prompt-file), or another drafter"
     pinned = any(arm["speculative"] and not arm["adaptive"] for arm in doc["method"]["arms"])
     advice = "" if pinned else ", and --arms plain,fixed drafts without the governor"

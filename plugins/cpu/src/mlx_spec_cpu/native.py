@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from mlx_spec.errors import RefusedError
-from mlx_spec.kernels import ROUNDED
+from mlx_spec.kernels import ROUNDED, rounded_form
 
 REBUILD = "pip install --force-reinstall --no-deps ./plugins/cpu (make clean and make demo for a clone's .venv)"
 # What the Python side calls in the library; native/bindings.cpp has the number of what it offers.
@@ -72,7 +72,7 @@ def _library() -> tuple[ModuleType | None, str]:
     if reason:
         return None, reason
     module.set_threads(_threads())
-    if form := _rounded():
+    if form := rounded_form():
         module.use_kernels(f"{module.kernels()} {form}")
     return module, ""
 
@@ -91,11 +91,3 @@ def _threads() -> int:
 
     asked = get_settings().threads
     return usable_cores() if asked is None else min(asked, cpuset_cores())
-
-
-def _rounded() -> str:
-    """What MLX_SPEC_ACTIVATIONS asks rows to be rounded to, "" for nothing."""
-    from mlx_spec.settings import get_settings
-
-    form = get_settings().activations
-    return form if form in ROUNDED else ""
