@@ -327,3 +327,24 @@ def test_a_group_size_mlx_does_not_have_is_refused(size):
 
     with pytest.raises(UsageError, match=f"found {size}, expected 32 or 64 or 128"):
         QuantisedKVState(8, size)
+
+
+@pytest.mark.parametrize("append", ["update", "fill"])
+@pytest.mark.parametrize("count, starts", [(1, 0), (2, 1), (16, 1), (17, 0)])
+def test_one_layer_starts_a_block_while_the_rest_is_built(append, count, starts, monkeypatch):
+    """Single rows are built ahead and prompts compute for long: both do without."""
+    group = StateGroup([KVState(), WindowState(64), QuantisedKVState(8, 32), *(KVState() for _ in range(6))])
+    feed(group, 8)
+    begun: list[int] = []
+    real = mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (begun.append(len(arrays)), real(*arrays))[1])
+    for state in group:
+        room = state.room(count) if append == "fill" else None
+        if room is None:
+            feed([state], count, 1)
+        else:
+            state.fill(room.keys, room.values, count)
+    assert len(begun) == starts and [state.starts for state in group] == [i == 1 for i in range(9)]
+    assert group.lengths == (8 + count,)
+    assert [s.starts for s in group.select([0])] == [s.starts for s in group]
+    assert not any(s.starts for s in StateGroup(KVState() for _ in range(3)))

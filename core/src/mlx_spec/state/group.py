@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,23 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
 
+STARTING = 4  # layers with K/V a model has to have for its blocks to start early
+
+
 class StateGroup(list[State]):
-    """States of layers that advance together: between forwards they all hold the same lengths."""
+    """States of layers that advance together: between forwards they all hold the same lengths.
+
+    On the CPU a layer after the first eighth of those with K/V starts a block while the rest of its forward is being
+    built, since the device would wait for that. Plain decoding does not need it: its next step is built while the
+    last one runs.
+    """
+
+    def __init__(self, states: Iterable[State] = ()):
+        super().__init__(states)
+        held = [state for state in self if isinstance(state, KVState)]
+        early = len(held) >= STARTING and mx.default_device() == mx.Device(mx.cpu)
+        for i, state in enumerate(held):
+            state.starts = early and i == len(held) // 8
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -17,6 +17,9 @@ from .view import KVView
 
 Self = TypeVar("Self", bound="KVState")
 
+BLOCK_ROWS = 16
+"""Widest block that may start before the forward over it is built; longer ones are prompts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -58,6 +61,8 @@ class KVState(State):
     PARTS: ClassVar[tuple[str, ...]] = ("keys", "values")
     DENSE: ClassVar[bool] = True
     """Stores K/V as they are given, so that appending one row is nothing but two slice updates."""
+    starts: bool = False
+    """Whether the device begins with a block as soon as it is appended here; `StateGroup` chooses the layers."""
 
     def __init__(self, batch: int = 1):
         self._buffer = Buffer()
@@ -137,8 +142,16 @@ class KVState(State):
         if self.DENSE and rows == len(self._lengths) == 1:
             span = self._span(count)
             if span is not None:
-                return self._append_in_place(keys, values, count, *span)
-        return self._append(keys, values)
+                fetched = self._append_in_place(keys, values, count, *span)
+                self._start(count)
+                return fetched
+        fetched = self._append(keys, values)
+        self._start(count)
+        return fetched
+
+    def _start(self, count: int) -> None:
+        if self.starts and 1 < count <= BLOCK_ROWS:
+            mx.async_eval(self._buffer.arrays[0])
 
     def _append_in_place(self, keys: mx.array, values: mx.array, count: int, lo: int, start: int) -> tuple[Any, Any]:
         """The step of one row in the fewest host operations: every plain token passes here once a layer."""
@@ -175,6 +188,7 @@ class KVState(State):
         """Take back the storage of `room`, filled with `count` rows; let go of the arrays it was before."""
         self._buffer.arrays[:] = (keys, values)
         self._lengths[0] += count
+        self._start(count)
 
     def _span(self, count: int) -> tuple[int, int] | None:
         """(lo, start): what a row reads from and is written at, None unless `count` rows fit as things are."""
