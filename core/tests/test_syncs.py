@@ -12,11 +12,15 @@ from pairs import make_pair, tiny_target
 from mlx_spec import accept
 from mlx_spec.api import generate
 from mlx_spec.full_model import FullModelDrafter
+from mlx_spec.state import steps
 from mlx_spec.types import DrafterCard
 
 
+@pytest.mark.parametrize("in_turn", [False, True], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("block", [2, 4, 8])
-def test_one_wait_per_round(block, monkeypatch):
+def test_one_wait_per_round(block, in_turn, monkeypatch):
+    """Drafts of a model wait for one another on the CPU, where they would copy their K/V otherwise."""
+    monkeypatch.setattr(steps, "steps_in_turn", lambda: in_turn)
     target = tiny_target("llama")
     drafter = FullModelDrafter(target, DrafterCard("full-model", "llama", vocab_size=target.vocab_size))
     pair = make_pair(target, drafter, block)
@@ -33,9 +37,11 @@ def test_one_wait_per_round(block, monkeypatch):
     rounds = out.timings.draft_rounds
     assert rounds >= 3
     assert len([w for w in waits if w == "read"]) == rounds + out.timings.plain_steps
-    assert len(evals) <= 2 + rounds + out.timings.plain_steps  # the prefill of target and drafter, and those waits
+    drafts = out.timings.draft_n
+    # the prefill of target and drafter, and those waits
+    assert len(evals) <= 2 + rounds + out.timings.plain_steps + (drafts - rounds if in_turn else 0)
     # the prompt of the drafter; of a round the drafts and, in all but the first, the verify; plain steps
-    assert len(starts) == 1 + rounds + (rounds - 1) + out.timings.plain_steps
+    assert len(starts) == 1 + rounds + (rounds - 1) + out.timings.plain_steps + (drafts if in_turn else 0)
 
 
 @pytest.mark.parametrize("module", ["advance", "defaults", "drawing", "lane", "laws", "rounds", "shaping", "plain"])

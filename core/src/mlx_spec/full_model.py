@@ -80,6 +80,8 @@ class FullModelDrafter(Drafter):
         """Draft up to budget[b] tokens per row; rows past the drafter's context get none."""
         import mlx.core as mx
 
+        from .state import start_step, steps_in_turn
+
         state = _state_of(lane)
         counts = self._counts(lane, state, budget)
         width = max(counts)
@@ -88,10 +90,13 @@ class FullModelDrafter(Drafter):
         logits = self._catch_up(lane, state)
         drawn: list[mx.array] = []
         laws: list[mx.array | None] = []
+        in_turn = steps_in_turn()
         for step in range(width):
             if step:
                 logits = self.lm.forward(drawn[-1][:, None], _caches(state)).logits[:, -1]
             token, law = lane.draw(logits, step)
+            if in_turn:
+                start_step([token], drawn[-1:])
             drawn.append(token)
             laws.append(law)
         probs = [law for law in laws if law is not None]

@@ -1,4 +1,7 @@
-"""Plain decoding of a lane, pipelined: the next step is built and started before the last one is read."""
+"""Plain decoding of a lane, pipelined: the next step is built before the last one is read.
+
+On a GPU it is started then as well; on the CPU afterwards, as `state.steps` explains.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class _Step:
 
 
 class PlainRun:
-    """A span of single-token steps over one lane; at most one step is in flight beyond what was read.
+    """A span of single-token steps over one lane; at most one step is built beyond what was read.
 
     Rows whose logits depend on the reply's own text on the host (penalties, user processors, minimum
     length) cannot be scored before the previous token is known, so such a lane is not run ahead.
@@ -35,44 +38,51 @@ class PlainRun:
     def __init__(self, lane: Lane, hooks: RoundHooks, rows: Sequence[Row], judge: Judge, steps: int):
         import mlx.core as mx
 
+        from .state import steps_in_turn
+
         self.lane, self.hooks, self.rows, self.judge = lane, hooks, rows, judge
         self.left = steps
         self.ahead = not any(judge.needs_history(row) for row in rows)
+        self._in_turn = steps_in_turn()
         self._flight: deque[_Step] = deque()
         self._empty = Draft(mx.zeros((lane.size, 0), dtype=mx.int32), [0] * lane.size)
-        self._launch()
+        self._build()
 
     @property
     def in_flight(self) -> int:
-        """Steps started and not read yet."""
+        """Steps built and not read yet."""
         return len(self._flight)
 
     def stop(self) -> None:
         """Start no further step; what is in flight stays valid and must still be read."""
         self.left = 0
 
-    def _launch(self) -> None:
+    def _build(self) -> None:
         lane = self.lane
         lane.mark = lane.states.mark()
         positions = [n + 1 for n in lane.states.lengths]
         seen = self.hooks.verify(lane=lane, draft=self._empty)
         scored = self.judge.score(self.rows, seen.logits, self._empty, positions)
         pending = cast("AcceptResult | GreedyStep", scored)  # a block has drafts
-        pending.start()
+        if not (self._in_turn and self._flight):
+            pending.start()
         self._flight.append(_Step(pending, seen.taps))
         lane.mark = None
         self.left -= 1
 
     def next(self) -> tuple[list[RowResult], dict[str, mx.array]]:
-        """Results of the oldest step in flight; starts its successor first when it may."""
+        """Results of the oldest step in flight; builds its successor first when it may."""
         if not self._flight:
-            self._launch()
+            self._build()
         step = self._flight[0]
         if self.ahead and self.left > 0:
             self.lane.anchors = step.pending.next_anchors
-            self._launch()
+            self._build()
         self._flight.popleft()
-        return step.pending.read(), step.taps
+        results = step.pending.read()
+        if self._in_turn and self._flight:
+            self._flight[0].pending.start()
+        return results, step.taps
 
     @property
     def done(self) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from .state.steps import await_readers
 from .types import Draft, TapBlock
 
 if TYPE_CHECKING:
@@ -177,13 +178,17 @@ class Flight:
 
 
 def launch(lane: Lane, hooks: RoundHooks, rows: Sequence[Row], draft: Draft, judge: Judge, clock: Clock) -> Flight:
-    """Mark, and build the target's forward over [anchor, *draft] and its verdict; waits for nothing."""
+    """Mark, and build the target's forward over [anchor, *draft] and its verdict.
+
+    Waits for nothing but, on the CPU, for a drafter that reads much of the target's K/V.
+    """
     if lane.mark is None:  # as when it was drafted
         lane.mark = lane.states.mark()
     positions = [n + 1 for n in lane.lengths]
     seen = hooks.verify(lane=lane, draft=clip_ids(draft, lane.target.vocab_size))
     clock.lap("verify", seen.logits)
     lane.flight = Flight(draft, judge.score(rows, seen.logits, draft, positions), seen.taps)
+    await_readers([draft.tokens], lane.states.bytes_read)
     return lane.flight
 
 

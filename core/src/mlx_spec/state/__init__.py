@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .kv import KVState, Room
     from .quantised import QuantisedKVState, QuantisedWindowState
     from .registry import register_state, state_name, state_type
+    from .steps import start_step, steps_in_turn
     from .view import KVView, narrow, visible_mask
     from .window import WindowState
 
@@ -33,8 +34,10 @@ __all__ = [
     "from_mlx_lm",
     "narrow",
     "register_state",
+    "start_step",
     "state_name",
     "state_type",
+    "steps_in_turn",
     "visible_mask",
 ]
 
@@ -50,8 +53,10 @@ _HOME = {
     "from_mlx_lm": "group",
     "narrow": "view",
     "register_state": "registry",
+    "start_step": "steps",
     "state_name": "registry",
     "state_type": "registry",
+    "steps_in_turn": "steps",
     "visible_mask": "view",
 }
 

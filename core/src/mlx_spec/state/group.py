@@ -51,6 +51,11 @@ class StateGroup(list[State]):
         """Bytes of device memory held."""
         return sum(state.nbytes for state in self)
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the layers whose K/V somebody was given to read since the last mark."""
+        return sum(state.nbytes for state in self if isinstance(state, KVState) and state.read)
+
     def arrays(self) -> list[mx.array]:
         """Every array held, for one evaluation after a prefill chunk; later steps write into them."""
         return [array for state in self for array in state.arrays()]

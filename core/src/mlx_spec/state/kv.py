@@ -63,6 +63,8 @@ class KVState(State):
     """Stores K/V as they are given, so that appending one row is nothing but two slice updates."""
     starts: bool = False
     """Whether the device begins with a block as soon as it is appended here; `StateGroup` chooses the layers."""
+    read: bool = False
+    """Whether somebody was given the K/V to read since the last mark."""
 
     def __init__(self, batch: int = 1):
         self._buffer = Buffer()
@@ -83,6 +85,7 @@ class KVState(State):
         return list(self._buffer.arrays)
 
     def mark(self) -> Mark:
+        self.read = False
         return Mark(self.lengths)
 
     def check_rewind(self, mark: Mark, keep: Sequence[int]) -> None:
@@ -182,6 +185,7 @@ class KVState(State):
         origin = self._origins[0]
         low = 0 if window is None else max(0, position - window + 1 - origin)
         end = min(self._lengths[0], position + 1) - origin
+        self.read = True
         return Room(self._buffer.arrays[0], self._buffer.arrays[1], low, end) if low < end else None
 
     def fill(self, keys: mx.array, values: mx.array, count: int) -> None:
@@ -267,6 +271,7 @@ class KVState(State):
         return out
 
     def _view(self, lo: int, bits: int | None = None, group_size: int | None = None) -> KVView:
+        self.read = True
         keys, values = self._decode(self._buffer.read(lo, self._used()))
         return KVView(keys, values, tuple(o + lo for o in self._origins), self.lengths, bits, group_size)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_spec import Capabilities, Draft, Drafter, DrafterCard, DraftState, Lane, LoadError, ModelRef, Target
-from mlx_spec.state import KVState, Mark, StateGroup
+from mlx_spec.state import KVState, Mark, StateGroup, start_step
 
 from .head import MimoHead, load_head
 from .target import TAP, MimoTarget
@@ -110,6 +110,7 @@ class MimoDrafter(Drafter):
             if step:
                 out = self._run(out[:, None], tokens[-1][:, None], caches)[:, 0]
             token, law = lane.draw(self.target.head(out), step)
+            start_step([token], tokens[-1:])  # the device works while the next pass is being built
             tokens.append(token)
             laws.append(law)
         if not tokens:

@@ -21,7 +21,7 @@ from mlx_spec.checkpoint import end_ids
 from mlx_spec.draft_state import DraftState
 from mlx_spec.errors import LoadError
 from mlx_spec.models import Drafter, Target
-from mlx_spec.state import KVState, Mark, StateGroup
+from mlx_spec.state import KVState, Mark, StateGroup, start_step
 from mlx_spec.types import Capabilities, Draft, DrafterCard, ModelRef
 
 from .mtp_head import MtpHead, Reading
@@ -154,7 +154,7 @@ class MtpDrafter(Drafter):
                 one, two = self._run(state[:, None], tokens[-1][:, None], caches)
                 seen, state = one[:, 0], two[:, 0]
             token, law = lane.draw(self.logits(seen), step)
-            mx.async_eval(token)  # the device works while the next pass is being built
+            start_step([token], tokens[-1:])  # the device works while the next pass is being built
             tokens.append(token)
             if law is not None:
                 laws.append(law)
