@@ -260,3 +260,39 @@ def test_a_width_that_was_not_timed_is_saved_as_it_was(tmp_path):
                 costs.for_batch().observe(k, seconds * slower)
         assert costs.save()
         assert CostModel("pair", tmp_path).load().for_batch().saved[2] == 0.0033
+
+
+def noisy(noise: float, jump: float = 0.0, counts: int = 16, seed: int = 4) -> BatchCosts:
+    """Costs of K = 0..7 that grow evenly but for a `jump` at 5, timed `counts` times each."""
+    rng, costs = random.Random(seed), BatchCosts()
+    for _ in range(counts):
+        for k in range(8):
+            clean = 0.01 * (1.0 if k == 0 else 2.0 + 0.1 * k + jump * (k >= 5))
+            costs.observe(k, clean * (1.0 if k == 0 else rng.lognormvariate(0, noise)))
+    return costs
+
+
+def test_where_timings_vary_more_than_a_draft_costs_the_line_through_all_counts():
+    """Taken one by one, a wider round would seem as cheap as a narrower one, and the other way round."""
+    for seed in range(20):
+        costs = noisy(0.25, seed=seed)
+        rises = [costs.steps(k + 1) - costs.steps(k) for k in range(1, 7)]
+        alone = [(costs.seconds(k + 1) - costs.seconds(k)) / costs.seconds(0) for k in range(1, 7)]
+        assert max(rises) - min(rises) < 0.25 * (max(alone) - min(alone)) and min(rises) >= 0
+
+
+def test_a_step_in_costs_stays_where_timings_hardly_vary():
+    costs = noisy(0.004, jump=0.6)
+    assert costs.steps(5) - costs.steps(4) == pytest.approx(0.7, abs=0.05)
+    assert costs.steps(7) - costs.steps(6) == pytest.approx(0.1, abs=0.05)
+
+
+def test_few_timings_or_few_values_of_k_are_no_line():
+    costs = noisy(0.25, counts=2)
+    assert costs._noise() == 0.0
+    three = BatchCosts()
+    for i in range(8):
+        for k, seconds in ((0, 0.01), (1, 0.02), (2, 0.035), (3, 0.036)):
+            three.observe(k, seconds * (1 + 0.1 * (i % 3)))
+    assert three._noise() > 0.0
+    assert three.steps(2) == pytest.approx(three.seconds(2) / three.seconds(0))

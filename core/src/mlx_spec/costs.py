@@ -25,6 +25,9 @@ DOUBT_SAMPLES = 8  # fewer samples than this leave doubt about a K
 DEAREST_DRAFT = 1.5  # plain steps a draft more may make a round dearer, unless it was just timed
 AGING, OLDEST = 0.002, 1.5  # doubt grows so much with every round at another K, up to this
 SAVE_EVERY = 8  # new samples that make a save worth a file
+BEND = 0.02  # share of its cost by which a K is expected to lie beside the line through all of them
+LINE = 4  # values of K, fewer make no line
+SPREAD_SAMPLES = 12  # fewer than this say little about how noisy timings are
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class BatchCosts:
         # what follows from the samples of a K, until there is another one: asked of every K in every round
         self._cache: dict[int, float | None] = {}
         self._agreed: dict[int, bool] = {}
+        self._spread: dict[int, float] = {}
         self._known: dict[int, float] | None = None
 
     def observe(self, k: int, seconds: float, draft_seconds: float | None = None) -> None:
@@ -83,6 +87,7 @@ class BatchCosts:
             del drafts[:-WINDOW]
         self.fresh += 1
         self._agreed.pop(k, None)
+        self._spread.pop(k, None)
         if self.saved:  # all of them follow the drift
             self._cache.clear()
         else:
@@ -197,7 +202,39 @@ class BatchCosts:
             for below, k in pairwise(sorted(known)):
                 if self.count(k) < FIRM:
                     self._known[k] = min(self._known[k], self._known[below] + DEAREST_DRAFT * (k - below))
+            self._straighten(self._known)
         return self._known
+
+    def _straighten(self, known: dict[int, float]) -> None:
+        """Draw costs to the line through them, the more the noisier timings are and the fewer a K has.
+
+        Where a draft more costs less than timings vary, one K or another would seem cheap by chance. With timings that
+        hardly vary, steps in the machine's cost curve stay as they are.
+        """
+        weights = {k: max(self.count(k), DOUBT_SAMPLES if k in self.saved else 1) for k in known if k > 0}
+        noise = self._noise()
+        if noise == 0.0 or len(weights) < LINE:
+            return
+        total = sum(weights.values())
+        middle = sum(n * k for k, n in weights.items()) / total
+        level = sum(n * known[k] for k, n in weights.items()) / total
+        rise = sum(n * (k - middle) * (known[k] - level) for k, n in weights.items())
+        slope = max(0.0, rise / sum(n * (k - middle) ** 2 for k, n in weights.items()))
+        for k, n in weights.items():
+            line = level + slope * (k - middle)
+            known[k] = max(1.0, line + (known[k] - line) * n / (n + (noise / BEND) ** 2))
+
+    def _noise(self) -> float:
+        """How far timings lie from the median of their K, as a share of it; 0 while few are known."""
+        timed = {k: live for k, live in self._live.items() if k > 0 and len(live) > FIRM}
+        count = sum(map(len, timed.values()))
+        if count < SPREAD_SAMPLES:
+            return 0.0
+        for k, live in timed.items():
+            if k not in self._spread:
+                middle = statistics.median(live)
+                self._spread[k] = statistics.median(abs(s / middle - 1.0) for s in live)
+        return 1.48 * sum(len(live) * self._spread[k] for k, live in timed.items()) / count  # as a standard deviation
 
     def table(self) -> list[dict[str, float]]:
         """Rows k, seconds, steps, samples and, where told, draft_seconds: for `spec pair` and logs."""
