@@ -13,7 +13,7 @@ from mlx_spec import accept
 from mlx_spec.api import generate
 from mlx_spec.full_model import FullModelDrafter
 from mlx_spec.plain import PlainRun
-from mlx_spec.state import KVState, StateGroup, WindowState, start_step, steps, steps_in_turn
+from mlx_spec.state import KVState, StateGroup, WindowState, start_step, steps
 from mlx_spec.types import DrafterCard
 
 
@@ -38,9 +38,9 @@ def places(group: StateGroup) -> list[int]:
 
 
 def test_steps_go_in_turn_on_the_cpu_alone(monkeypatch):
-    assert steps_in_turn()
+    assert steps.steps_in_turn()
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    assert not steps_in_turn()
+    assert not steps.steps_in_turn()
 
 
 def test_a_step_starts_once_the_one_before_it_has_run(calls, monkeypatch):

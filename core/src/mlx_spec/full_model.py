@@ -80,7 +80,7 @@ class FullModelDrafter(Drafter):
         """Draft up to budget[b] tokens per row; rows past the drafter's context get none."""
         import mlx.core as mx
 
-        from .state import start_step, steps_in_turn
+        from .state.steps import start_step, steps_in_turn
 
         state = _state_of(lane)
         counts = self._counts(lane, state, budget)

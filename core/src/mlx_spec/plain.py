@@ -38,7 +38,7 @@ class PlainRun:
     def __init__(self, lane: Lane, hooks: RoundHooks, rows: Sequence[Row], judge: Judge, steps: int):
         import mlx.core as mx
 
-        from .state import steps_in_turn
+        from .state.steps import steps_in_turn
 
         self.lane, self.hooks, self.rows, self.judge = lane, hooks, rows, judge
         self.left = steps

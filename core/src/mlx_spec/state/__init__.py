@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .kv import KVState, Room
     from .quantised import QuantisedKVState, QuantisedWindowState
     from .registry import register_state, state_name, state_type
-    from .steps import start_step, steps_in_turn
+    from .steps import start_step
     from .view import KVView, narrow, visible_mask
     from .window import WindowState
 
@@ -37,7 +37,6 @@ __all__ = [
     "start_step",
     "state_name",
     "state_type",
-    "steps_in_turn",
     "visible_mask",
 ]
 
@@ -56,7 +55,6 @@ _HOME = {
     "start_step": "steps",
     "state_name": "registry",
     "state_type": "registry",
-    "steps_in_turn": "steps",
     "visible_mask": "view",
 }
 
