@@ -37,27 +37,28 @@ def places(group: StateGroup) -> list[int]:
     return [np.array(array, copy=False).ctypes.data for state in group for array in state.arrays()]
 
 
-def test_steps_go_in_turn_on_the_cpu_alone(monkeypatch):
-    assert steps.steps_in_turn()
+def test_steps_go_in_turn_on_the_cpu_alone_and_where_states_are_large(monkeypatch):
+    assert steps.steps_in_turn(steps.COPIED + 1) and not steps.steps_in_turn(steps.COPIED)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    assert not steps.steps_in_turn()
+    assert not steps.steps_in_turn(steps.COPIED + 1)
 
 
 def test_a_step_starts_once_the_one_before_it_has_run(calls, monkeypatch):
     first = mx.ones((3,)) + 1
-    start_step([first])
+    large = steps.COPIED + 1
+    start_step([first], [], large)
     assert calls == ["async_eval"]
-    start_step([first + 1], [first])
+    start_step([first + 1], [first], large)
     assert calls == ["async_eval", "eval", "async_eval"]
-    monkeypatch.setattr(steps, "steps_in_turn", lambda: False)
-    start_step([first + 2], [first])
+    monkeypatch.setattr(steps, "steps_in_turn", lambda held: False)
+    start_step([first + 2], [first], large)
     assert calls == ["async_eval", "eval", "async_eval", "async_eval"]
 
 
 @pytest.mark.parametrize("in_turn, order", [(True, ["read", "start"]), (False, ["start", "read"])])
 def test_a_plain_step_starts_after_the_last_one_was_read(in_turn, order, monkeypatch):
     """On a GPU before: it would wait for the host."""
-    monkeypatch.setattr(steps, "steps_in_turn", lambda: in_turn)
+    monkeypatch.setattr(steps, "steps_in_turn", lambda held: in_turn)
     pair, done = make_pair(tiny_target("llama"), None), []
     generate(pair, [3, 4, 5], None, 2)
     for name in ("start", "read"):
@@ -72,7 +73,7 @@ def test_a_plain_step_starts_after_the_last_one_was_read(in_turn, order, monkeyp
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_plain_steps_write_where_the_state_is(model, monkeypatch):
-    """256 rows are reserved at a time, so a short reply never moves; the next step has been built but not run."""
+    """As large states do: 256 rows are reserved at a time, so a short reply never moves."""
     seen: list[list[int]] = []
     real = PlainRun.next
 
@@ -82,11 +83,13 @@ def test_plain_steps_write_where_the_state_is(model, monkeypatch):
         return results
 
     monkeypatch.setattr(PlainRun, "next", watched)
+    monkeypatch.setattr(steps, "steps_in_turn", lambda held: True)
     generate(make_pair(tiny_target(model), None), [3, 4, 5], None, 12)
     assert len(seen) == 12 and all(place == seen[0] for place in seen)
 
 
-def test_drafts_of_a_model_start_one_after_the_other(calls):
+def test_drafts_of_a_model_start_one_after_the_other(calls, monkeypatch):
+    monkeypatch.setattr(steps, "steps_in_turn", lambda held: True)
     target = tiny_target("llama")
     drafter = FullModelDrafter(target, DrafterCard("full-model", "llama", vocab_size=target.vocab_size))
     pair = make_pair(target, drafter, 4)
@@ -111,10 +114,7 @@ def test_what_was_given_to_be_read_counts_until_the_next_mark():
     assert KVState().lent(0) is None
 
 
-@pytest.mark.parametrize(
-    "read, in_turn, waits", [(steps.COPIED + 1, True, 1), (steps.COPIED, True, 0), (1 << 30, False, 0)]
-)
-def test_only_much_that_is_read_is_waited_for(read, in_turn, waits, calls, monkeypatch):
-    monkeypatch.setattr(steps, "steps_in_turn", lambda: in_turn)
+@pytest.mark.parametrize("read, waits", [(steps.COPIED + 1, 1), (steps.COPIED, 0)])
+def test_only_much_that_is_read_is_waited_for(read, waits, calls):
     steps.await_readers([mx.ones((2,)) + 1], read)
     assert calls == ["eval"] * waits

@@ -20,7 +20,7 @@ from mlx_spec.types import DrafterCard
 @pytest.mark.parametrize("block", [2, 4, 8])
 def test_one_wait_per_round(block, in_turn, monkeypatch):
     """Drafts of a model wait for one another on the CPU, where they would copy their K/V otherwise."""
-    monkeypatch.setattr(steps, "steps_in_turn", lambda: in_turn)
+    monkeypatch.setattr(steps, "COPIED", 0 if in_turn else 1 << 60)
     target = tiny_target("llama")
     drafter = FullModelDrafter(target, DrafterCard("full-model", "llama", vocab_size=target.vocab_size))
     pair = make_pair(target, drafter, block)

@@ -90,13 +90,13 @@ class FullModelDrafter(Drafter):
         logits = self._catch_up(lane, state)
         drawn: list[mx.array] = []
         laws: list[mx.array | None] = []
-        in_turn = steps_in_turn()
+        held = _caches(state).nbytes
         for step in range(width):
             if step:
                 logits = self.lm.forward(drawn[-1][:, None], _caches(state)).logits[:, -1]
             token, law = lane.draw(logits, step)
-            if in_turn:
-                start_step([token], drawn[-1:])
+            if steps_in_turn(held):
+                start_step([token], drawn[-1:], held)
             drawn.append(token)
             laws.append(law)
         probs = [law for law in laws if law is not None]

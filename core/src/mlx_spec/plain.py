@@ -38,12 +38,9 @@ class PlainRun:
     def __init__(self, lane: Lane, hooks: RoundHooks, rows: Sequence[Row], judge: Judge, steps: int):
         import mlx.core as mx
 
-        from .state.steps import steps_in_turn
-
         self.lane, self.hooks, self.rows, self.judge = lane, hooks, rows, judge
         self.left = steps
         self.ahead = not any(judge.needs_history(row) for row in rows)
-        self._in_turn = steps_in_turn()
         self._flight: deque[_Step] = deque()
         self._empty = Draft(mx.zeros((lane.size, 0), dtype=mx.int32), [0] * lane.size)
         self._build()
@@ -57,14 +54,14 @@ class PlainRun:
         """Start no further step; what is in flight stays valid and must still be read."""
         self.left = 0
 
-    def _build(self) -> None:
+    def _build(self, start: bool = True) -> None:
         lane = self.lane
         lane.mark = lane.states.mark()
         positions = [n + 1 for n in lane.states.lengths]
         seen = self.hooks.verify(lane=lane, draft=self._empty)
         scored = self.judge.score(self.rows, seen.logits, self._empty, positions)
         pending = cast("AcceptResult | GreedyStep", scored)  # a block has drafts
-        if not (self._in_turn and self._flight):
+        if start:
             pending.start()
         self._flight.append(_Step(pending, seen.taps))
         lane.mark = None
@@ -72,15 +69,18 @@ class PlainRun:
 
     def next(self) -> tuple[list[RowResult], dict[str, mx.array]]:
         """Results of the oldest step in flight; builds its successor first when it may."""
+        from .state.steps import steps_in_turn
+
         if not self._flight:
             self._build()
-        step = self._flight[0]
+        step, in_turn = self._flight[0], False
         if self.ahead and self.left > 0:
+            in_turn = steps_in_turn(self.lane.states.nbytes)
             self.lane.anchors = step.pending.next_anchors
-            self._build()
+            self._build(start=not in_turn)
         self._flight.popleft()
         results = step.pending.read()
-        if self._in_turn and self._flight:
+        if in_turn:
             self._flight[0].pending.start()
         return results, step.taps
 

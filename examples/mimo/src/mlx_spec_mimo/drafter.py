@@ -110,7 +110,7 @@ class MimoDrafter(Drafter):
             if step:
                 out = self._run(out[:, None], tokens[-1][:, None], caches)[:, 0]
             token, law = lane.draw(self.target.head(out), step)
-            start_step([token], tokens[-1:])  # the device works while the next pass is being built
+            start_step([token], tokens[-1:], caches.nbytes)  # the device works while the next pass is being built
             tokens.append(token)
             laws.append(law)
         if not tokens:

@@ -154,7 +154,7 @@ class MtpDrafter(Drafter):
                 one, two = self._run(state[:, None], tokens[-1][:, None], caches)
                 seen, state = one[:, 0], two[:, 0]
             token, law = lane.draw(self.logits(seen), step)
-            start_step([token], tokens[-1:])  # the device works while the next pass is being built
+            start_step([token], tokens[-1:], caches.nbytes)  # the device works while the next pass is being built
             tokens.append(token)
             if law is not None:
                 laws.append(law)
