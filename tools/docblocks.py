@@ -317,6 +317,10 @@ def cpu(argument: str) -> str:
         "a block of 8 rows": lambda d: _block(d, "8"),
         "plain decoding": lambda d: _spread(d["decode"]["per_second"]["ours"], "{:.0f}") + " tokens/s",
         "the same by llama.cpp": lambda d: _spread(d["decode"]["per_second"]["llama"], "{:.0f}") + " tokens/s",
+        f"after {first['far']['before']:,} tokens": lambda d: (
+            _spread(d["far"]["per_second"]["ours"], "{:.0f}") + " tokens/s"
+        ),
+        "that by llama.cpp": lambda d: _spread(d["far"]["per_second"]["llama"], "{:.0f}") + " tokens/s",
         "prompt-lookup over plain, where replies repeat the prompt": lambda d: (
             _spread(d["lookup"]["adaptive"]["over_plain"], "{:.2f}") + " times"
         ),
