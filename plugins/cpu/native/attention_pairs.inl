@@ -19,11 +19,6 @@ static bool in_pairs(const Attention&) { return false; }
 static inline vec pair_product(vec sum, __m512i, const float*) { return sum; }
 #endif
 
-static inline vec even_elements(__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
-static inline vec odd_elements(__m512i v) {
-  return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000u))));
-}
-
 // The elements of a vector from place d on, zeros behind the last.
 static inline __mmask32 elements_from(int64_t d, int64_t D) {
   return D - d >= SPAN ? ~__mmask32(0) : __mmask32((uint64_t(1) << (D - d)) - 1);

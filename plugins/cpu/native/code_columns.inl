@@ -10,6 +10,14 @@ constexpr int COLUMN_CHAINS = W / 2;  // of each column
 constexpr int64_t LONGEST = 1536;     // bytes of a column's codes: those of long ones, and the rows, find no room in the first-level cache
 constexpr int64_t NEAR_COLUMN = 512;  // bytes of codes: a block of such columns fits into the first-level cache beside the rows
 
+// Four words of sixteen columns, those of columns i, 4 + i, 8 + i and 12 + i in v[i]: one of every column to a vector.
+static inline void turn_quads(const __m512i (&v)[4], __m512i* word) {
+  const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
+  const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+  word[0] = _mm512_unpacklo_epi64(a, c), word[1] = _mm512_unpackhi_epi64(a, c);
+  word[2] = _mm512_unpacklo_epi64(b, d), word[3] = _mm512_unpackhi_epi64(b, d);
+}
+
 // Four words of codes of sixteen columns, from byte `from` on: one of every column to a vector. With items of two bytes, the
 // first halves of four columns' words lie before the second halves.
 template <int item>
@@ -28,10 +36,7 @@ static inline void turn_words(const uint8_t* const* at, int64_t from, __mmask8 s
     v[i] = _mm512_inserti32x4(v[i], four(12 + i), 3);
   }
   if constexpr (item == 4) {
-    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
-    const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
-    word[0] = _mm512_unpacklo_epi64(a, c), word[1] = _mm512_unpackhi_epi64(a, c);
-    word[2] = _mm512_unpacklo_epi64(b, d), word[3] = _mm512_unpackhi_epi64(b, d);
+    turn_quads(v, word);
   } else {
     const __m512i a = _mm512_unpacklo_epi16(v[0], v[1]), b = _mm512_unpackhi_epi16(v[0], v[1]);
     const __m512i c = _mm512_unpacklo_epi16(v[2], v[3]), d = _mm512_unpackhi_epi16(v[2], v[3]);
@@ -90,36 +95,27 @@ struct ScaleOfChain {
 template <class D, int group, int V>
 constexpr ScaleOfChain<D, group, V> SCALE_OF_CHAIN{};
 
-// Scales of sixteen columns, `apart` from column to column, `count` groups up to eight: a vector of floats for each.
+// The bfloat16 scales of up to eight groups of sixteen columns, `apart` from column to column: a vector of floats for each
+// group. Two neighbouring ones are turned as one word.
+template <bool whole>
 static inline void turn_scales(const uint16_t* from, int64_t apart, int64_t last, int64_t count, vec (&out)[8]) {
   const __mmask8 some = __mmask8((1 << count) - 1);
-  __m512i four[4];
+  __m512i v[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
-    auto eight = [&](int c) { return _mm_maskz_loadu_epi16(some, from + (c < last ? c : last) * apart); };
-    four[i] = _mm512_castsi128_si512(eight(4 * i));
-    four[i] = _mm512_inserti32x4(four[i], eight(4 * i + 1), 1);
-    four[i] = _mm512_inserti32x4(four[i], eight(4 * i + 2), 2);
-    four[i] = _mm512_inserti32x4(four[i], eight(4 * i + 3), 3);
+    auto eight = [&](int c) {
+      if constexpr (whole) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + c * apart));
+      return _mm_maskz_loadu_epi16(some, from + (c < last ? c : last) * apart);
+    };
+    v[i] = _mm512_castsi128_si512(eight(i));
+    v[i] = _mm512_inserti32x4(v[i], eight(4 + i), 1);
+    v[i] = _mm512_inserti32x4(v[i], eight(8 + i), 2);
+    v[i] = _mm512_inserti32x4(v[i], eight(12 + i), 3);
   }
-  // words 8g + c: the g-th group of column c of eight
-  alignas(64) static constexpr auto PLACES = [] {
-    struct { uint16_t of[2][PAIRS]; uint16_t group[4][PAIRS]; } p{};
-    for (int half = 0; half < 2; half++)
-      for (int w = 0; w < PAIRS; w++) p.of[half][w] = uint16_t(w % 4 * 8 + w / 8 + 4 * half + w % 8 / 4 * 32);
-    for (int g = 0; g < 4; g++)
-      for (int c = 0; c < W; c++) p.group[g][2 * c + 1] = uint16_t(8 * g + c % 8 + c / 8 * 32);
-    return p;
-  }();
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; half++) {
-    if (half && count <= 4) break;
-    const __m512i place = _mm512_load_si512(PLACES.of[half]);
-    const __m512i first = _mm512_permutex2var_epi16(four[0], place, four[1]), second = _mm512_permutex2var_epi16(four[2], place, four[3]);
+  __m512i word[4];
+  turn_quads(v, word);
 #pragma GCC unroll 4
-    for (int g = 0; g < 4; g++)
-      out[4 * half + g] = _mm512_castsi512_ps(_mm512_maskz_permutex2var_epi16(0xaaaaaaaa, first, _mm512_load_si512(PLACES.group[g]), second));
-  }
+  for (int i = 0; i < 4; i++) out[2 * i] = even_elements(word[i]), out[2 * i + 1] = odd_elements(word[i]);
 }
 
 // Groups behind a row's end that a unit may ask for.
@@ -163,15 +159,19 @@ struct ColumnBlock {
     if (p.w.biases) fetch_lines<true>(static_cast<const char*>(p.w.biases) + (n + BLOCK) * scale_bytes, BLOCK * scale_bytes);
     if constexpr (D::centre != 0) {
       const uint16_t *s = static_cast<const uint16_t*>(p.w.scales) + n * groups, *b = static_cast<const uint16_t*>(p.w.biases) + n * groups;
-      for (int64_t g = 0; g < groups; g += 8) {
-        const int64_t count = groups - g < 8 ? groups - g : 8;
+      auto turn = [&]<bool whole>(int64_t g, int64_t count) {
         vec scale[8], bias[8];
-        turn_scales(s + g, groups, last, count, scale), turn_scales(b + g, groups, last, count, bias);
-        for (int64_t i = 0; i < count; i++) {
+        turn_scales<whole>(s + g, groups, last, count, scale), turn_scales<whole>(b + g, groups, last, count, bias);
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < 8; i++) {
+          if (!whole && i >= count) break;
           store(scales + (g + i) * W, scale[i]);
           store(begins + (g + i) * W, fma(scale[i], ones(D::centre), bias[i]));
         }
-      }
+      };
+      const bool whole = columns == BLOCK && groups >= 8;
+      for (int64_t g = 0; whole && g < groups; g += 8) turn.template operator()<true>(g + 8 <= groups ? g : groups - 8, 8);
+      for (int64_t g = 0; !whole && g < groups; g += 8) turn.template operator()<false>(g, groups - g < 8 ? groups - g : 8);
     } else {
       const float* wide = scales_of<D, group>(p, n, columns).scales;
       for (int64_t c = 0; c < BLOCK; c++)

@@ -102,6 +102,10 @@ static inline vec load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+// The bfloat16 elements in the lower and the upper halves of lanes.
+static inline vec even_elements(__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
+static inline vec odd_elements(__m512i v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000u)))); }
+
 // The values of the lanes after being stored as bfloat16 or float16.
 static inline vec through_bf16(vec v) {
   const __m512i u = _mm512_castps_si512(v), odd = _mm512_and_epi32(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
