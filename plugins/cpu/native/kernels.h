@@ -157,7 +157,7 @@ struct Kernels {
   void (*put_in_lanes)(const Weights&, int64_t N, int64_t K, float* out);
   // Elements a row is padded to a multiple of.
   int width;
-  // Whether preparing would only copy a contiguous row of K elements.
+  // Whether a contiguous row of K elements may be read where it lies.
   bool (*direct)(const Weights&, Type type, int64_t K);
   // rms_norm of rows, D * stride elements apart: x * rsqrt(mean(x^2) + eps) * weight, weight null for ones.
   void (*rms)(const void* x, Type type, int64_t rows, int64_t stride, const void* weight, Type weight_type, int64_t D, float eps,

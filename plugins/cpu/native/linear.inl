@@ -510,11 +510,12 @@ static bool compact(const Weights& w, const void* x, Type type, int64_t stride, 
   return prepare_pairs(w, x, stride, K, out);
 }
 
+// Rows of floats are copied also where nothing else is done to them: as they lie, vectors begin anywhere in a line, and
+// rows of 1024 elements drive each other out of the first-level cache.
 template <int bytes>
 static bool direct(const Weights& w, Type type, int64_t K) {
   if (bytes && in_bytes(w)) return false;
-  if (pairs(w, type)) return w.format == Format::dense && K % (lane_floats(w, 1, K) ? 2 : 2 * W) == 0;
-  return type == Type::f32 && K % W == 0 && !swapped(w);
+  return pairs(w, type) && w.format == Format::dense && K % (lane_floats(w, 1, K) ? 2 : 2 * W) == 0;
 }
 
 static void prepare(const Weights& w, const void* x, Type type, int64_t stride, int64_t K, int64_t padded, float* out) {
