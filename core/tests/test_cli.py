@@ -206,6 +206,9 @@ def test_plugins_filter_and_unknown_names(site, spec):
     names = [line.split()[0] for line in done.stdout.splitlines()[1:] if not line.startswith("error ")]
     assert names == ["core", "b", "ghost"]
     assert "error G02: plugin 'ghost' of MLX_SPEC_PLUGINS" in done.stdout
+    done = spec("plugins", MLX_SPEC_PLUGINS="core,b")  # as the table names it
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["core", "b"]
 
 
 def test_clean_text_in_a_pipe(site, spec):

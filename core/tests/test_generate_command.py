@@ -484,10 +484,11 @@ def source(tmp_path) -> Callable[[bytes], Path]:
 
 
 def test_prompts_are_read_from_a_file_or_standard_input(source, monkeypatch):
-    data = "žluť\r\nkůň\n".encode()
-    assert generate.read_prompt({"prompt_file": str(source(data))}, demo=False) == "žluť\nkůň\n"
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
-    assert generate.read_prompt({"prompt": "-"}, demo=False) == "žluť\nkůň\n"
+    """Without the line break that ends the last line, but no other."""
+    for data, text in (("žluť\r\nkůň\r\n", "žluť\nkůň"), ("a\n\n", "a\n"), ("a ", "a "), ("\n", "")):
+        assert generate.read_prompt({"prompt_file": str(source(data.encode()))}, demo=False) == text
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data.encode())))
+        assert generate.read_prompt({"prompt": "-"}, demo=False) == text
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import PluginError
+from .registry import CORE
 
 GROUP = "mlx_spec"
 NOT_INSTALLED = "G02"
@@ -35,6 +36,8 @@ class EntryRecord:
 def discover(only: Sequence[str] | None = None) -> list[EntryRecord]:
     """Records of all installed plugins, sorted by name; `only` keeps these names.
 
+    The core's own name may be among them: what it brings is always there, and no record.
+
     Two distributions with one entry-point name both become records with a PluginError. A name in `only`
     that nothing provides becomes an error record too.
     """
@@ -42,7 +45,8 @@ def discover(only: Sequence[str] | None = None) -> list[EntryRecord]:
     for record in _scan():
         by_name.setdefault(record.name, []).append(record)
     records = [r for name in sorted(by_name) if only is None or name in only for r in _settle(by_name[name])]
-    records.extend(_missing(name, sorted(by_name)) for name in dict.fromkeys(only or ()) if name not in by_name)
+    asked = [name for name in dict.fromkeys(only or ()) if name != CORE]
+    records.extend(_missing(name, sorted(by_name)) for name in asked if name not in by_name)
     return records
 
 

@@ -1,4 +1,7 @@
-"""Reading a prompt from a file or from standard input, either of which may be damaged or never end."""
+"""Reading a prompt from a file or from standard input, either of which may be damaged or never end.
+
+The line break that ends the last line is not part of the prompt: editors and `echo` put it there, and models answer it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ LIMIT = 64 << 20  # bytes; more text than any context holds
 
 
 def read_prompt_file(name: str) -> str:
-    """The text of a UTF-8 file. Raises OSError when it cannot be read, ValueError when it is no such text."""
+    """The text of a UTF-8 file, less a line break at its end.
+
+    Raises OSError when it cannot be read, ValueError when it is no such text.
+    """
     with Path(name).open("rb") as file:
         return _decoded(file)
 
@@ -28,8 +34,8 @@ def why_not(error: Exception) -> str:
 
 
 def _decoded(file: BinaryIO) -> str:
-    """Text with line breaks as "\\n"."""
+    """Text with line breaks as "\\n", without the one at its end."""
     data = file.read(LIMIT + 1)
     if len(data) > LIMIT:
         raise ValueError(f"more than {LIMIT >> 20} MiB")
-    return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")

@@ -73,6 +73,7 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Keep the library's advice on other frameworks off the user's terminal; errors still raise."""
+    import mlx_lm  # noqa: F401 - tells transformers to give no advice while it is imported
     import transformers  # noqa: F401 - its import sets the level anew, so that comes first
 
     logger = logging.getLogger("transformers")

@@ -124,7 +124,7 @@ def read_arms(text: str) -> tuple[Arm, ...]:
         raise UsageError(
             "--arms",
             found=repr(text),
-            expected=f"at least two of {', '.join(ARMS)}",
+            expected=f"two or three different ones of {', '.join(ARMS)}",
             next_step="Correct it",
             code="U84",
         )

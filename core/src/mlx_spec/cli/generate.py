@@ -32,9 +32,10 @@ DEMO_PROMPT = "def encode(text):\n    if isinstance(text"
 @click.option(
     "-p",
     "--prompt",
-    help="Prompt text; - reads standard input. Empty text is what the tokenizer begins every text with.",
+    help="Prompt text; - reads standard input, less a line break at its end. Empty text is what the tokenizer begins "
+    "every text with.",
 )
-@click.option("--prompt-file", type=click.Path(dir_okay=False), help="Read the prompt from a file.")
+@click.option("--prompt-file", type=click.Path(dir_okay=False), help="Read the prompt from a file, as - does.")
 @click.option("--prompt-ids", help="Token ids, comma-separated or a JSON list.")
 @click.option("-n", "--max-tokens", type=Whole(0), default=256, show_default=True, help="Longest reply.")
 @click.option("--temp", "temperature", type=NUMBER, default=0.0, show_default=True, help="0 is greedy.")
@@ -73,7 +74,7 @@ def command(**values: Any) -> None:
     text = read_prompt(values, chosen.demo is not None)
     sampling = _sampling(values, chosen)
     if chosen.demo and text == DEMO_PROMPT:
-        note(f"no prompt given: continuing\n{DEMO_PROMPT}")
+        note(f"no prompt given (-p TEXT; -p - reads standard input): continuing\n{DEMO_PROMPT}")
     refuse_early(chosen, values, text)
     adaptive = not values["fixed"] and chosen.adaptive is not False
     made: list[tuple[Request, list[int], str]] = []
@@ -125,7 +126,7 @@ def read_prompt(values: dict[str, Any], demo: bool) -> str | list[int]:
         raise UsageError(
             "prompt",
             found="none",
-            expected="-p, --prompt-file or --prompt-ids",
+            expected="-p TEXT (-p - reads standard input), --prompt-file or --prompt-ids",
             next_step="Give one of them",
             code="U35",
         )
