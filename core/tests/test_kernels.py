@@ -108,12 +108,15 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_runs_is_said_in_one_line(plugins: Any) -> None:
     ready = kernel(ready=lambda: (True, "wide"))
     missing = kernel("norm", ready=lambda: (False, "no library"))
+    other = replace(kernel("rope"), swap=lambda module: None)
     cases = {
         ("on", (ready,)): "own wide (linear 4)",
         ("off", (ready,)): "mlx (MLX_SPEC_KERNELS=off)",
         ("on", (missing,)): "mlx (plugin own: no library)",
         ("linear", (ready, missing)): "own wide (linear 4)",
         ("on", ()): f"mlx (no kernels for {device_kind()})",
+        ("on", (other,)): f"mlx (no layers that suit kernels for {device_kind()})",
+        ("rope", (ready, other)): f"mlx (no layers that suit kernels for {device_kind()}: MLX_SPEC_KERNELS=rope)",
     }
     for (value, kernels), line in cases.items():
         plugins(value, *kernels)

@@ -137,18 +137,19 @@ def use_kernels(*models: Any) -> KernelUse:
         return KernelUse()
     if only == ():
         return KernelUse(reason="MLX_SPEC_KERNELS=off")
-    use, device = KernelUse(), device_kind()
+    use, device, usable = KernelUse(), device_kind(), False
     for candidate in candidates(get_manager().registry, device, only):
         if not candidate.ok:
             use.reason = use.reason or f"plugin {candidate.owner}: {candidate.detail}"
             continue
+        usable = True
         count = sum(swap_modules(tree, candidate.kernel.swap)[1] for tree in trees)
         if count:
             path = f"{candidate.owner} {candidate.detail}".strip()
             use.layers.setdefault(path, {})[candidate.kernel.op] = count
     if not use.layers and not use.reason:
-        asked = plugins_asked()
-        use.reason = f"no kernels for {device}{f': {asked}' if asked else ''}"
+        asked = f"MLX_SPEC_KERNELS={','.join(only)}" if usable and only else plugins_asked()
+        use.reason = f"no {'layers that suit ' if usable else ''}kernels for {device}{f': {asked}' if asked else ''}"
     log.info("kernels: %s", use.line())
     return use
 

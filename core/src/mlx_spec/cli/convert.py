@@ -146,7 +146,7 @@ def _convert_gguf(file: Path, out: Path, dtype: str, overwrite: bool, as_json: b
 
 def rows(made: Conversion) -> list[tuple[str, str]]:
     """Label and value of each line."""
-    bits = ", ".join(f"{layers} layers in {bits} bits" for bits, layers in sorted(made.quantised.items()))
+    bits = ", ".join(f"{layers} layer{'s' * (layers != 1)} in {bits} bits" for bits, layers in sorted(made.quantised.items()))
     types = ", ".join(f"{count} {name}" for name, count in sorted(made.types.items()))
     return [
         ("written", str(made.out)),
