@@ -128,6 +128,12 @@ def test_every_line_of_the_governor_is_explained():
     assert [text for text in sorted(texts) if text not in page] == []
 
 
+def test_every_method_says_what_it_does():
+    """Docstrings that are inherited too; fields of data classes (no brackets) may go by their names."""
+    silent = re.findall(r"^\| `\w+\(.*\)` \|\s*\|$", PAGES["python-api.md"].read_text(), re.M)
+    assert silent == []
+
+
 def test_every_public_name_is_documented():
     import mlx_spec
     from mlx_spec import state

@@ -263,7 +263,8 @@ def api(name: str) -> str:
 def _class(cls: type, name: str) -> str:
     parts = [prose(_own_doc(cls))]
     rows = [
-        (f"`{n}{_arguments(v)}`", " ".join((inspect.getdoc(v) or "").split()))
+        # a bound class method: of another, inspect does not find the docstring it inherits
+        (f"`{n}{_arguments(v)}`", " ".join((inspect.getdoc(getattr(cls, n) if isinstance(v, classmethod) else v) or "").split()))
         for n, v in ((n, inspect.getattr_static(cls, n)) for n in vars(cls) if not n.startswith("_"))
         if isinstance(v, property | classmethod | staticmethod) or inspect.isfunction(v)
     ]
